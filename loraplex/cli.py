@@ -1,4 +1,4 @@
-"""The command `loraplex`: serve | generate | demo | bench | profile | top | adapter inspect | state check | doctor.
+"""The command `loraplex`: serve | generate | demo | bench | profile | top | adapter | state | doctor.
 
 Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What
 a command needs is imported when it runs, so that `--help` is quick.
@@ -6,7 +6,6 @@ a command needs is imported when it runs, so that `--help` is quick.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -16,21 +15,21 @@ from json import dumps as to_json
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 from cyclopts import App, CycloptsError, Parameter
 
 from loraplex import __version__
+from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.cli_help import explain, group_fields, in_group, shown_default, with_options
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
-from loraplex.errors import ConfigError, EngineError, JournalError, LoraplexError
-from loraplex.lora_modules import OPTIONS, check_lora_modules, parse_lora_modules
+from loraplex.errors import ConfigError, LoraplexError
+from loraplex.lora_modules import check_lora_modules, load_modules, parse_lora_modules
 from loraplex.performance.settings import ProfileSettings
 from loraplex.server.api_keys import KeySettings
-from loraplex.server.config import ServerConfig, ServerSettings
+from loraplex.server.config import ServerConfig, ServerSettings, output_folder
 
 if TYPE_CHECKING:
-    from loraplex.adapters.registry import LoadTurn, LoRARef
-    from loraplex.frontend.adapter_verbs import AdapterVerbs
     from loraplex.frontend.async_engine import AsyncEngine
 
 _log = logging.getLogger("loraplex.server")
@@ -46,7 +45,7 @@ group_fields(ServerSettings, "Server")
 group_fields(EngineSettings, "Model files")
 group_fields(LoRAConfig, "Adapter memory")
 group_fields(ProfileSettings, "Profile")
-adapter_app = App(name="adapter", help="Look at adapters.")
+adapter_app = App(name="adapter", help="Look at adapters, and make new ones of them.")
 app.command(adapter_app)
 state_app = App(name="state", help="Check and repair the directory of --state-dir.")
 app.command(state_app)
@@ -71,6 +70,7 @@ def serve(
     lora_modules: Annotated[tuple[str, ...], Listed, ModelsGroup] = (),
     lora_paths: Annotated[tuple[str, ...], Listed, ModelsGroup] = (),
     enable_lora: Annotated[bool, ModelsGroup] = True,
+    merge_adapter: Annotated[str | None, ModelsGroup] = None,
     adapter_root: Annotated[tuple[str, ...], SecurityGroup] = (),
     keys: Annotated[KeySettings | None, Flat] = None,
     server: Annotated[ServerSettings | None, Flat] = None,
@@ -91,6 +91,8 @@ def serve(
         Adapters to load at start, in SGLang's form: name=path or a path alone.
     enable_lora
         Support for adapters; off: they are refused, and layers have no LoRA code.
+    merge_adapter
+        The one adapter to serve, name=path, merged into the base weights; the base and others are refused then.
     adapter_root
         A directory that load requests may read, or hf://ORG; may be given several times.
     """
@@ -104,15 +106,16 @@ def serve(
     if modules and not enable_lora:
         raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
     check_lora_modules(modules, names)
-    keys = keys or KeySettings()
+    merged_name, merged = _merged_module(merge_adapter, names, is_alone=not modules and lora is None)
     config = ServerConfig(
         **asdict(server or ServerSettings()),
-        served_model_names=names,
-        api_keys=keys.inference_keys(),
-        admin_api_keys=keys.admin_keys(),
+        served_model_names=names if merged_name is None else (merged_name,),
+        merged_into=() if merged_name is None else names,
+        api_keys=(keys or KeySettings()).inference_keys(),
+        admin_api_keys=(keys or KeySettings()).admin_keys(),
         adapter_roots=adapter_root or None,
     )
-    engine_config = _engine_config(model, engine, lora, enable_lora)
+    engine_config = _engine_config(model, engine, lora, enable_lora and merged is None, merged)
     return run_server(lambda: _start_engine(engine_config, config, modules), config, _in_options_of("serve"))
 
 
@@ -325,6 +328,124 @@ def inspect(
     return 0 if report.is_honoured else 1
 
 
+@adapter_app.command
+def merge(
+    adapters: Annotated[tuple[str, ...], Parameter(negative=())],
+    /,
+    *,
+    output: Path,
+    combination_type: Annotated[str | None, Parameter(name=("--combination-type", "--combination"))] = None,
+    density: float | None = None,
+    majority_sign_method: str | None = None,
+    svd_rank: int | None = None,
+    svd_clamp: float | None = None,
+    seed: int | None = None,
+    max_merge_bytes: int = MAX_MERGE_BYTES,
+) -> int:
+    """Make a new adapter of several, as peft's add_weighted_adapter does. A server merges by POST /v1/adapters/merge.
+
+    Parameters
+    ----------
+    adapters
+        PATH=WEIGHT of each: a directory or hub id of a LoRA, and a number.
+    output
+        Directory of the new adapter, which must not exist.
+    combination_type
+        linear, cat, svd, ties, ties_svd, dare_linear, dare_linear_svd, dare_ties, dare_ties_svd, magnitude_prune or
+        magnitude_prune_svd (default: svd, of one adapter linear).
+    density
+        Share of the numbers that ties, dare and magnitude_prune keep, above 0 and at most 1.
+    majority_sign_method
+        Election of signs by ties and dare_ties: total (default) or frequency.
+    svd_rank
+        Rank of a result of svd (default: the highest of the adapters).
+    svd_clamp
+        Quantile beyond which the factors of an svd are cut off, above 0 and at most 1.
+    seed
+        Seed of what dare draws (default: 0).
+    max_merge_bytes
+        Most memory of the merge; a larger one is refused.
+    """
+    from loraplex.adapters.merging.merge import merge_directories
+    from loraplex.adapters.merging.wish import MergeWish, parse_weighted
+
+    wish = MergeWish(
+        adapters=tuple(map(parse_weighted, adapters)),
+        combination_type=combination_type,
+        density=density,
+        majority_sign_method=majority_sign_method,
+        svd_rank=svd_rank,
+        svd_clamp=svd_clamp,
+        seed=seed,
+    )
+    made = merge_directories(wish, output, max_merge_bytes)
+    print(f"{output}: {made.origin}, rank {made.config['r']}, {made.nbytes} bytes")
+    return 0
+
+
+@adapter_app.command
+def export(
+    adapter: str,
+    /,
+    *,
+    output: Path | None = None,
+    url: str | None = None,
+    max_merge_bytes: int = MAX_MERGE_BYTES,
+) -> int:
+    """Write an adapter as it is served, as a PEFT directory: converted kinds as the LoRA that they became.
+
+    Parameters
+    ----------
+    adapter
+        Directory or hub id of the adapter; with --url its name on the server.
+    output
+        Directory of the copy, which must not exist.
+    url
+        Address of a server, which writes the copy into its own --adapter-output-dir. Its key is in the variable
+        LORAPLEX_ADMIN_API_KEY or LORAPLEX_API_KEY.
+    max_merge_bytes
+        Most memory of the export; a larger one is refused.
+    """
+    if (output is None) == (url is None):
+        raise ConfigError("give --output, or the --url of a server, which writes into its own folder")
+    if url is not None:
+        return _ask_server(url, adapter, "export", {})
+    from loraplex.adapters.merging.export import export_directory
+
+    assert output is not None
+    made = export_directory(adapter, output, max_merge_bytes)
+    print(f"{output}: {made.origin}, {made.nbytes} bytes")
+    return 0
+
+
+@adapter_app.command
+def clone(adapter: str, name: str, /, *, url: str = "http://127.0.0.1:8000") -> int:
+    """Give an adapter of a running server a further name. Both share memory, and are reloaded and unloaded apart.
+
+    Parameters
+    ----------
+    adapter
+        Name of the adapter.
+    name
+        Name of the copy.
+    url
+        Address of the server. Its key is in the variable LORAPLEX_ADMIN_API_KEY or LORAPLEX_API_KEY.
+    """
+    return _ask_server(url, adapter, "clone", {"name": name})
+
+
+def _ask_server(url: str, adapter: str, verb: str, body: dict[str, str]) -> int:
+    """A verb of a running server, whose answer is printed."""
+    from loraplex.views.remote import RemoteServer
+
+    try:
+        answer = RemoteServer(url).post(f"/v1/adapters/{quote(adapter)}/{verb}", body or None)
+    except OSError as error:
+        raise LoraplexError(f"{url} did not answer: {error}") from error
+    print(answer.decode())
+    return 0
+
+
 @state_app.command(name="check")
 def check_state(directory: Path, /) -> int:
     """Check the journal of a state directory, and say what a repair would do. Exit code 1 when something is damaged.
@@ -395,12 +516,29 @@ def _bytes(text: str) -> str:
 
 
 def _engine_config(
-    model: str, engine: EngineSettings | None, lora: LoRAConfig | None, enable_lora: bool
+    model: str,
+    engine: EngineSettings | None,
+    lora: LoRAConfig | None,
+    enable_lora: bool,
+    merge_adapter: str | None = None,
 ) -> EngineConfig:
     if lora is not None and not enable_lora:
         raise ConfigError("settings of LoRA are given, but LoRA is off: leave them out, or --no-enable-lora")
     lora_config = (lora or LoRAConfig()) if enable_lora else None
-    return EngineConfig(**asdict(engine or EngineSettings()), model=model, lora=lora_config)
+    return EngineConfig(
+        **asdict(engine or EngineSettings()), model=model, lora=lora_config, merge_adapter=merge_adapter
+    )
+
+
+def _merged_module(given: str | None, base_names: Sequence[str], is_alone: bool) -> tuple[str | None, str | None]:
+    """(name, path) of --merge-adapter."""
+    if given is None:
+        return None, None
+    if not is_alone:
+        raise ConfigError("merge_adapter serves one adapter alone: leave other adapters and their settings out")
+    (module,) = parse_lora_modules((given,), base_names=base_names, is_name_optional=True)
+    check_lora_modules([module], base_names)
+    return module
 
 
 async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:
@@ -413,7 +551,9 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
     for missing in (root for root in roots or () if not root.is_dir()):
         _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
     if roots is not None:
-        config = replace(config, adapter_roots=(*map(str, roots), *(path for _, path in modules)))
+        made = output_folder(server)
+        own = *(path for _, path in modules), *(() if made is None else (str(made),))
+        config = replace(config, adapter_roots=(*map(str, roots), *own))
     with StartProgress() as progress:
         engine = await AsyncEngine.start(
             config,
@@ -431,66 +571,6 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
             await engine.shutdown()
             raise
     return engine
-
-
-async def load_modules(
-    engine: AdapterVerbs,
-    modules: Sequence[tuple[str, str]],
-    num_at_once: int,
-    is_skipping: bool,
-    on_progress: Callable[[int, int], None],
-) -> None:
-    """Load the operator's adapters, so many at a time; names and ids are in the order of the list.
-
-    One that cannot be loaded is logged and noted as skipped, or ends the loads (ConfigError). An error of the engine
-    always ends them.
-    """
-    from loraplex.adapters.registry import LoadTurn
-
-    resumed = {} if engine.registry is None else engine.registry.refs()
-    turns: list[LoadTurn] = []
-    for _ in modules:
-        turns.append(LoadTurn(turns[-1] if turns else None))
-    waiting = iter(enumerate(zip(modules, turns, strict=True)))
-    errors: dict[int, ConfigError] = {}
-    done = 0
-
-    async def load_one(name: str, path: str, turn: LoadTurn) -> None:
-        if name in resumed:
-            _warn_of_another_path(resumed[name], name, path)
-            return
-        try:
-            await engine.load_adapter(name, path, turn=turn)
-        except LoraplexError as error:
-            if not is_skipping or isinstance(error, EngineError | JournalError):
-                raise ConfigError(f"adapter {name!r} of {OPTIONS}: {error}") from error
-            assert engine.registry is not None
-            engine.registry.skip(name, str(error))
-            _log.error("adapter %r of %s is skipped: %s", name, OPTIONS, " ".join(str(error).split()))
-
-    async def load_some() -> None:
-        nonlocal done
-        for index, ((name, path), turn) in waiting:
-            try:
-                await load_one(name, path, turn)
-            except ConfigError as error:
-                errors[index] = error
-            finally:
-                turn.end()
-            if errors:
-                return
-            done += 1
-            on_progress(done, len(modules))
-
-    await asyncio.gather(*(load_some() for _ in range(min(num_at_once, len(modules)))))
-    if errors:
-        raise errors[min(errors)]
-
-
-def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:
-    """What the state directory has of a name is newer than the flag that loaded it first."""
-    if resumed.lora_path != path.rstrip("/"):
-        _log.warning("adapter %r stays as the state directory has it: %s", name, resumed.lora_path)
 
 
 def _serve_demo(port: int) -> int:

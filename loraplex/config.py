@@ -384,12 +384,15 @@ class EngineSettings:
 class EngineConfig(EngineSettings):
     """All that an engine needs to start. `model` is a directory or a hub id; `lora` None turns adapters off.
 
-    adapter_roots: directories that local adapters may be read from; None: any.
+    adapter_roots: directories that local adapters may be read from; None: any. merge_adapter: directory or hub id of an
+    adapter to merge into the base weights, with its digest once that is known; there are no others then.
     """
 
     model: str
     lora: LoRAConfig | None = field(default_factory=LoRAConfig)
     adapter_roots: tuple[str, ...] | None = None
+    merge_adapter: str | None = None
+    merge_adapter_digest: str | None = None
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)  # super() does not work in a dataclass with slots
@@ -398,6 +401,14 @@ class EngineConfig(EngineSettings):
             "adapter_floor needs device_memory: without it adapters share no memory",
         )
         _require(bool(self.model), "model is empty; give a directory or a hub id")
+        if self.merge_adapter is not None:
+            _require(bool(self.merge_adapter), "merge_adapter is empty; give a directory or a hub id")
+            _require(
+                self.lora is None,
+                f"merge_adapter {self.merge_adapter!r} is merged into the base weights, and no other adapter is served "
+                "beside it: give enable_lora=False too",
+            )
+            _require(self.load_format == "auto", "merge_adapter needs the weights of the model, not load_format dummy")
 
     def with_real_roots(self) -> EngineConfig:
         """Links in `adapter_roots` resolved, once for front and engine processes: a later link is not followed."""

@@ -1,11 +1,20 @@
-"""Adapters as the command line names them: `name=path`, or vLLM's JSON; and whether they can be served together."""
+"""Adapters as the command line names them: `name=path`, or vLLM's JSON; whether they can be served together; loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from json import loads as from_json
+from typing import TYPE_CHECKING
 
-from loraplex.errors import ConfigError, LoraplexError
+from loraplex.errors import ConfigError, EngineError, JournalError, LoraplexError
+
+if TYPE_CHECKING:
+    from loraplex.adapters.registry import LoadTurn, LoRARef
+    from loraplex.frontend.adapter_verbs import AdapterVerbs
+
+_log = logging.getLogger("loraplex.server")
 
 OPTIONS = "--lora-modules or --lora-paths"
 
@@ -67,3 +76,63 @@ def _lora_module(text: str, is_name_optional: bool) -> tuple[str, str]:
     if is_name_optional and not equals:
         return text.rstrip("/") or text, text
     raise ConfigError(f"adapter {text!r}: write name=path, or JSON with name and path")
+
+
+async def load_modules(
+    engine: AdapterVerbs,
+    modules: Sequence[tuple[str, str]],
+    num_at_once: int,
+    is_skipping: bool,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Load the operator's adapters, so many at a time; names and ids are in the order of the list.
+
+    One that cannot be loaded is logged and noted as skipped, or ends the loads (ConfigError). An error of the engine
+    always ends them.
+    """
+    from loraplex.adapters.registry import LoadTurn
+
+    resumed = {} if engine.registry is None else engine.registry.refs()
+    turns: list[LoadTurn] = []
+    for _ in modules:
+        turns.append(LoadTurn(turns[-1] if turns else None))
+    waiting = iter(enumerate(zip(modules, turns, strict=True)))
+    errors: dict[int, ConfigError] = {}
+    done = 0
+
+    async def load_one(name: str, path: str, turn: LoadTurn) -> None:
+        if name in resumed:
+            _warn_of_another_path(resumed[name], name, path)
+            return
+        try:
+            await engine.load_adapter(name, path, turn=turn)
+        except LoraplexError as error:
+            if not is_skipping or isinstance(error, EngineError | JournalError):
+                raise ConfigError(f"adapter {name!r} of {OPTIONS}: {error}") from error
+            assert engine.registry is not None
+            engine.registry.skip(name, str(error))
+            _log.error("adapter %r of %s is skipped: %s", name, OPTIONS, " ".join(str(error).split()))
+
+    async def load_some() -> None:
+        nonlocal done
+        for index, ((name, path), turn) in waiting:
+            try:
+                await load_one(name, path, turn)
+            except ConfigError as error:
+                errors[index] = error
+            finally:
+                turn.end()
+            if errors:
+                return
+            done += 1
+            on_progress(done, len(modules))
+
+    await asyncio.gather(*(load_some() for _ in range(min(num_at_once, len(modules)))))
+    if errors:
+        raise errors[min(errors)]
+
+
+def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:
+    """What the state directory has of a name is newer than the flag that loaded it first."""
+    if resumed.lora_path != path.rstrip("/"):
+        _log.warning("adapter %r stays as the state directory has it: %s", name, resumed.lora_path)

@@ -100,6 +100,9 @@ def test_the_surface_is_frozen() -> None:
 def test_commands_are_those_of_the_docs() -> None:
     assert [" ".join(path) for path, _ in commands()] == [
         "adapter inspect",
+        "adapter merge",
+        "adapter export",
+        "adapter clone",
         "state check",
         "state repair",
         "serve",
@@ -511,6 +514,40 @@ def test_serve_without_lora(run: Run, served: Served) -> None:
     assert served.engine.lora is None
 
 
+@pytest.mark.parametrize(("given", "name", "path"), [("x=/x", "x", "/x"), ("/y/", "/y", "/y/")])
+def test_a_merged_adapter_has_the_place_of_the_base_model(
+    run: Run, served: Served, given: str, name: str, path: str
+) -> None:
+    assert run("serve", "/m", "--served-model-name", "a", "b", "--merge-adapter", given)[0] == 7
+    assert served.engine == EngineConfig(model="/m", lora=None, merge_adapter=path)
+    assert served.server == ServerConfig(served_model_names=(name,), merged_into=("a", "b"))
+    assert served.arguments["served_model_name"] == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--merge-adapter", "x=/x", "--lora-modules", "y=/y"], "--merge-adapter serves one adapter alone"),
+        (["--merge-adapter", "x=/x", "--max-loras", "3"], "--merge-adapter serves one adapter alone"),
+        (["--merge-adapter", "/m=/x"], "would select the base model '/m'"),
+        (["--merge-adapter", ""], "must be a non-empty string"),
+    ],
+    ids=str,
+)
+def test_a_merged_adapter_that_cannot_be(run: Run, served: Served, flags: list[str], error: str) -> None:
+    code, out, err = run("serve", "/m", *flags)
+    assert (code, out) == (1, "")
+    assert error in err
+
+
+def test_made_adapters_may_be_read_where_roots_are_bounded(run: Run, served: Served, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    run("serve", "/m", "--adapter-root", "/roots", "--lora-modules", "x=/x", "--adapter-output-dir", str(made))
+    assert served.engine is not None
+    assert served.engine.adapter_roots == ("/roots", "/x", str(made))
+    assert made.is_dir()
+
+
 def test_an_adapter_that_fails_at_the_start_ends_the_engine(run: Run, served: Served) -> None:
     code, _, err = run("serve", "/model", "--lora-modules", "x=/x", "y=/bad")
     assert (code, err.splitlines()[-1]) == (1, "error: adapter 'y' of --lora-modules or --lora-paths: bad")
@@ -789,6 +826,57 @@ def test_inspect_a_good_adapter(run: Run) -> None:
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_the_demos_adapters_fit_their_base(run: Run, task: Any) -> None:
     assert run("adapter", "inspect", str(adapter_path(task.name)), "--base", BASE)[0] == 0
+
+
+def test_merge_and_export_write_adapters_that_fit_the_base(run: Run, tmp_path: Path) -> None:
+    pair = [f"{adapter_path('upper')}=0.7", f"{adapter_path('reverse')}=-0.3"]
+    merged = tmp_path / "both"
+    code, out, err = run(
+        "adapter", "merge", *pair, "--output", str(merged), "--combination", "ties_svd", "--density", "0.5"
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{merged}: ties_svd, density=0.5: 0.7 * ")
+    assert run("adapter", "inspect", str(merged), "--base", BASE)[0] == 0
+    code, out, err = run("adapter", "export", str(merged), "--output", str(tmp_path / "copy"))
+    assert (code, err) == (0, "")
+    digests = [run("adapter", "inspect", str(path), "--json")[1] for path in (merged, tmp_path / "copy")]
+    first, second = (json.loads(text)["adapter_digest"] for text in digests)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["merge", UPPER, "--output", "out"], "write PATH=WEIGHT"),
+        (["merge", f"{UPPER}=1", "--output", BASE], "is there already"),
+        (["merge", f"{UPPER}=1", "--output", "/nowhere/out"], "/nowhere is no directory"),
+        (["merge", "/nowhere=1", "--output", "out"], "adapter '/nowhere': no such directory"),
+        (["merge", f"{UPPER}=1", "--output", "out", "--density", "0.5"], "--density is of no use with linear"),
+        (["merge", f"{UPPER}=1", "--output", "out", "--max-merge-bytes", "1KiB"], "1024 are the limit"),
+        (["export", UPPER], "give --output, or the --url"),
+        (["export", UPPER, "--output", "out", "--url", "localhost:1"], "give --output, or the --url"),
+        (["export", "sql", "--url", "http://127.0.0.1:9"], "did not answer"),
+        (["clone", "sql", "copy", "--url", "http://127.0.0.1:9"], "did not answer"),
+    ],
+    ids=str,
+)
+def test_errors_of_merge_export_and_clone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("adapter", *arguments)
+    assert (code, out) == (1, "")
+    assert error in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clone_on_a_running_server(run: Run, live: LiveServer) -> None:
+    code, out, err = run("adapter", "clone", "sql", "copy", "--url", live.url)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["name"] == "copy"
+    code, out, err = run("adapter", "export", "sql", "--url", live.url)
+    assert code == 1
+    assert "--adapter-output-dir" in err
 
 
 def test_inspect_says_every_reason(run: Run, copy_of_upper: Path) -> None:

@@ -1,6 +1,7 @@
 """The field's verbs over one adapter's weights: the delta of a module, kept within a budget, and packed tensors.
 
-The engine never makes a delta: it multiplies by A and B of many adapters at once.
+Requests never need a delta: the kernels multiply by A and B of many adapters at once. What does is an adapter that is
+merged into the base weights (adapters/merging/base.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import overload
 
 import torch
 
+from loraplex.adapters.merging.base import delta_weight
 from loraplex.adapters.tensors import ALIGNMENT
 from loraplex.adapters.weights import FLOAT32_FIELDS, LoRALayerWeights, LoRAModel
 
@@ -57,7 +59,7 @@ def compute_delta_weight(layer: LoRALayerWeights, cache: DeltaCache | None = Non
         raise ValueError(f"{layer.module_name}: this adapter only replaces the bias here; there is no delta weight")
     found = None if cache is None else cache.get(layer)
     if found is None:
-        found = ((layer.lora_b.float() @ layer.lora_a.float()) * layer.scaling).to(layer.lora_b.dtype)
+        found = delta_weight(layer.lora_a, layer.lora_b, layer.scaling).to(layer.lora_b.dtype)
         if cache is not None:
             cache.put(layer, found)
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from loraplex.adapters.merging.base import MergedAdapter
 from loraplex.adapters.opener import read_spec
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader
@@ -187,6 +188,11 @@ def _load_model(
     device: torch.device,
     progress: Progress | None,
 ) -> Decoder:
+    merged = None
+    if config.merge_adapter is not None:
+        targets = Decoder(model_config, backend, dtype, torch.device("meta"), False).lora_targets()
+        merged = MergedAdapter.read(config.merge_adapter, targets, config.merge_adapter_digest)
+        logger.info("adapter %s is merged into the base weights", merged.name)
     return load_model(
         path,
         model_config,
@@ -198,11 +204,14 @@ def _load_model(
         config.lora is not None,
         None if progress is None else lambda done, total: progress("weights", done, total),
         config.quantization,
-        _packed_cache(config, path, str(dtype).removeprefix("torch."), backend),
+        _packed_cache(config, path, str(dtype).removeprefix("torch."), backend, merged),
+        merged,
     )
 
 
-def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend) -> PackedCache | None:
+def _packed_cache(
+    config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend, merged: MergedAdapter | None
+) -> PackedCache | None:
     if backend.packed_format is None or config.load_format != "auto" or config.packed_cache_dir == "none":
         return None
     folder = default_folder() if config.packed_cache_dir is None else Path(config.packed_cache_dir)
@@ -210,7 +219,7 @@ def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: Ke
         return None
     private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
     form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
-    return PackedCache(folder, path, form)
+    return PackedCache(folder, path, form, "" if merged is None else merged.digest)
 
 
 def with_device(config: EngineConfig) -> tuple[EngineConfig, torch.device, str]:

@@ -42,6 +42,7 @@ class AdapterVerbs(ABC):
         """
 
     load_adapter = _method(LoRARegistry.load)
+    clone_adapter = _method(LoRARegistry.clone)
     move_adapter = _method(LoRARegistry.move)
     unload_adapter = _method(LoRARegistry.unload)
     switch_adapter = _method(LoRARegistry.switch)

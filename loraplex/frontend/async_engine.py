@@ -165,6 +165,8 @@ class AsyncEngine(AdapterVerbs):
         Raises ConfigError when the state directory cannot be used.
         """
         fetched = await _with_fetched_model(config.with_real_roots())
+        if fetched.merge_adapter is not None:
+            fetched = await asyncio.to_thread(_with_fetched_adapter, fetched, fetched.merge_adapter)
         journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
         engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision)
         try:
@@ -463,6 +465,14 @@ async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
     threading.Thread(target=fetch, name="fetch model", daemon=True).start()
     path: Path = await asyncio.wrap_future(fetched)
     return replace(config, model=str(path))
+
+
+def _with_fetched_adapter(config: EngineConfig, path_or_id: str) -> EngineConfig:
+    """What is merged as a local directory, with its digest: an engine that starts again merges the same."""
+    from loraplex.adapters.merging.base import fetched
+
+    directory, digest = fetched(path_or_id)
+    return replace(config, merge_adapter=directory, merge_adapter_digest=digest)
 
 
 def _logged_load(registry: LoRARegistry, name: str, path: str, **wishes: Any) -> LoadResult:

@@ -34,13 +34,15 @@ RunLater = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class Front:
-    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off."""
+    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. merged: what is merged into
+    the base weights."""
 
     served_model_name: str
     inputs: InputProcessor
     outputs: OutputProcessor
     registry: LoRARegistry | None
     texts: AdapterTexts
+    merged: str | None = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -55,6 +57,9 @@ class Front:
         return self.text_of(refs[0] if len(refs) == 1 else None)
 
     def registry_or_refuse(self) -> LoRARegistry:
+        if self.merged is not None:
+            text = f"merge_adapter {self.merged!r} is merged into the base weights, and no other adapter is served"
+            raise LoraDisabledError(f"{text}: send requests without an adapter, or start without merge_adapter")
         if self.registry is None:
             raise LoraDisabledError("LoRA is off here: start with enable_lora (the default) to use adapters")
         return self.registry
@@ -159,6 +164,7 @@ def make_front(
             names,
             run_later=run_later,
             max_versions_kept=config.lora.max_versions_kept,
+            max_lora_rank=config.lora.max_lora_rank,
             journal=journal,
             on_change=on_change,
             abort_grace_s=abort_grace_s,
@@ -169,6 +175,7 @@ def make_front(
         OutputProcessor(tokenizer),
         registry,
         texts,
+        config.merge_adapter,
     )
 
 

@@ -22,7 +22,6 @@ from loraplex.core import (
     LoRAMix,
     LoRARequest,
     Request,
-    RequestMetrics,
     RequestOutput,
     SamplingParams,
     TokenOutput,
@@ -33,7 +32,6 @@ from loraplex.errors import (
     AdapterNotFoundError,
     EngineShutdownError,
     InvalidRequestError,
-    LoraplexError,
     error_from_payload,
 )
 from loraplex.events import Detail, EngineEvent, EventKind
@@ -263,7 +261,7 @@ class LLM:
         """One step, of which `_unread` keeps the outputs."""
         _, processed = self._advance(False, stalled_wait_s, is_settled=True)
         for one in processed:
-            output = one.output or _failed(self._submitted[one.request_id][0], one.error)
+            output = one.output or self._submitted[one.request_id][0].failed(one.error)
             self._unread[one.request_id] = output
             if output.finished:
                 self._front.release(self._submitted.pop(one.request_id)[1])
@@ -466,6 +464,12 @@ class LLM:
         return self._front.registry_or_refuse().evict(self._name_of(lora_int_id))
 
     @in_turn
+    def clone_lora(self, lora_int_id: int, new_name: str, new_int_id: int) -> LoadResult:
+        """Give an adapter's weights a further name and number. Both share memory and KV; each is unloaded by itself."""
+        registry = self._front.registry_or_refuse()
+        return registry.clone(self._name_of(lora_int_id), new_name, lora_int_id=new_int_id)
+
+    @in_turn
     def rollback_lora(self, lora_int_id: int, version: int | None = None) -> LoadResult:
         """Let what answered before an adapter's last reload or switch answer again, or a kept version of it."""
         return self._front.registry_or_refuse().move(self._name_of(lora_int_id), version)
@@ -570,17 +574,3 @@ class LLM:
             if self._front.registry is not None:
                 self._front.registry.check_integrity()
             self.engine.check_integrity()
-
-
-def _failed(prepared: PreparedRequest, error: LoraplexError | None) -> RequestOutput:
-    assert error is not None
-    return RequestOutput(
-        request_id=prepared.request_id,
-        prompt=prepared.prompt,
-        prompt_token_ids=prepared.prompt_token_ids,
-        outputs=(),
-        finished=True,
-        lora_request=prepared.lora_request,
-        metrics=RequestMetrics(prepared.arrival_s, finished_time=time.time()),
-        error=error,
-    )

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from loraplex.adapters.merging.base import MergedAdapter
 from loraplex.errors import ConfigError, ModelWeightError
 from loraplex.kernels.protocols import KernelBackend
 from loraplex.layers.common import WeightedLayer, WeightPart
@@ -52,10 +53,12 @@ def load_model(
     progress: Progress | None = None,
     quantization: str | None = None,
     packed_cache: PackedCache | None = None,
+    merged: MergedAdapter | None = None,
 ) -> Decoder:
     """Build the decoder and fill it. load_format: "auto" (safetensors in `path`) or "dummy" (random, from `seed`).
 
-    With a cache, weights that an earlier start packed are mapped as they are, and others are kept for the next start.
+    With a cache, weights that an earlier start packed are mapped as they are, and others are kept for the next start;
+    its name says which adapter is merged into them.
     Raises ModelWeightError for a missing, unused, misshapen or unreadable weight.
     """
     if load_format not in ("auto", "dummy"):
@@ -66,7 +69,9 @@ def load_model(
     layers = model.weighted_layers()
     if load_format == "auto" and packed_cache is not None and packed_cache.restore(layers):
         return model
-    source: WeightSource = DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config)
+    source: WeightSource = (
+        DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config, merged)
+    )
     source.load_into(layers, progress or _no_progress)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of layers as they came; what is free is measured next
@@ -97,9 +102,10 @@ class _Counted:
 class Checkpoint:
     """The safetensors of a model directory: one file, or the files of an index."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: ModelConfig, merged: MergedAdapter | None = None) -> None:
         self.path = path
         self.config = config
+        self._merged = merged
 
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
         """As WeightSource; all names are checked before the first byte is copied."""
@@ -111,7 +117,8 @@ class Checkpoint:
             for layer in layers:
                 layer.allocate()
                 for part in layer.weight_parts():
-                    part.load(where[part.name].get_tensor(part.name))
+                    tensor = where[part.name].get_tensor(part.name)
+                    part.load(tensor if self._merged is None else self._merged.changed(part.name, tensor))
                     counted.add(part)
                 layer.prepare()
             self._check_tied_head(where)

@@ -44,11 +44,14 @@ _numbers = itertools.count()
 
 
 class PackedCache:
-    """The file of one checkpoint in one form. `form` names dtype, quantization and packed format."""
+    """The file of one checkpoint in one form. `form` names dtype, quantization and packed format.
 
-    def __init__(self, folder: Path, checkpoint: Path, form: Sequence[str]) -> None:
-        self._prefix = "-".join((_place(checkpoint), *form))
-        self.file = folder / f"{self._prefix}-{_fingerprint(checkpoint)}.safetensors"
+    merged: the digest of an adapter that is merged into the weights; one such file is kept beside that of the base.
+    """
+
+    def __init__(self, folder: Path, checkpoint: Path, form: Sequence[str], merged: str = "") -> None:
+        self._prefix = "-".join((_place(checkpoint), *(["merged"] if merged else []), *form))
+        self.file = folder / f"{self._prefix}-{_fingerprint(checkpoint)}{merged}.safetensors"
 
     def restore(self, layers: Sequence[WeightedLayer]) -> bool:
         """Map the weights of every layer from the file; False, and nothing changed, when there is no such file."""

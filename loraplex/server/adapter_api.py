@@ -22,9 +22,13 @@ from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
     AdapterCard,
     BriefAdapterCard,
+    CloneAdapterRequest,
+    ExportReply,
     LoadAdapterRequest,
     LoadLoraAdapterRequest,
     LoadReply,
+    MergeAdaptersRequest,
+    MergeCard,
     PutAdapterRequest,
     ResidencyReply,
     SwitchAdapterRequest,
@@ -89,6 +93,15 @@ class AdapterRoutes:
         add("POST", "/v1/unload_lora_adapter", self.unload_lora_adapter, UnloadLoraAdapterRequest)
         add("POST", "/v1/adapters", self.load, LoadAdapterRequest, LoadReply)
         add("POST", "/v1/adapters/switch", self.switch, SwitchAdapterRequest, SwitchReply)
+        merge = operation(MergeAdaptersRequest, replies=(MergeCard,), statuses=(202,), errors=OF_ADAPTERS)
+        router.add_api_route(
+            "/v1/adapters/merge", self.start_merge, methods=["POST"], status_code=202, openapi_extra=merge
+        )
+        add("GET", "/v1/merges", self.list_merges, None, ListReply[MergeCard])
+        add("GET", "/v1/merges/{merge_id}", self.show_merge, None, MergeCard)
+        add("DELETE", "/v1/merges/{merge_id}", self.cancel_merge, None, MergeCard)
+        add("POST", "/v1/adapters/{name:path}/clone", self.clone, CloneAdapterRequest, LoadReply)
+        add("POST", "/v1/adapters/{name:path}/export", self.export, None, ExportReply)
         for verb in (self.pin, self.unpin, self.evict, self.preload):
             add("POST", f"/v1/adapters/{{name:path}}/{verb.__name__}", verb, None, ResidencyReply)
         add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, None, LoadReply)
@@ -273,6 +286,63 @@ class AdapterRoutes:
             )
         return _json(SwitchReply.of(result))
 
+    # -------------------------------------------------------------------------------------------- adapters of adapters
+
+    @requires(Access.LOADING)
+    async def clone(self, name: str, request: Request) -> Response:
+        """The same weights under a further name: both share memory and KV, and are reloaded and unloaded apart."""
+        body = await self._context.bodies.read(request, CloneAdapterRequest)
+        registry = self._registry(f"adapter {clipped(name)!r} was to be cloned")
+        check_clients_name(body.name, registry.names())
+        async with self._loads.of(client_of(request)):  # a source is read where no memory has the weights
+            result = await self._engine.on_registry(
+                LoRARegistry.clone, name, body.name, lora_int_id=body.lora_int_id, is_pinned=body.is_pinned
+            )
+        return _json(LoadReply.of(result))
+
+    @requires(Access.LOADING)
+    async def start_merge(self, request: Request) -> Response:
+        """Make a new adapter of several, in the background. 202 when all is checked that can be before it is made."""
+        body = await self._context.bodies.read(request, MergeAdaptersRequest)
+        name_adapters(request, body.name, *(each.name for each in body.adapters))
+        registry = self._registry(f"adapter {clipped(body.name)!r} was to be made")
+        wish = body.wish
+        check_clients_name(body.name, registry.names())
+        self._check_can_write()
+        async with self._loads.of(client_of(request)):
+            job = await self._context.maker.start(body.name, wish, body.is_pinned)
+        return _json(MergeCard.of(job), 202)
+
+    @requires(Access.ADMIN)
+    async def list_merges(self, request: Request) -> Response:
+        """Merges that wait, run, or have ended lately; the oldest first."""
+        return _json(ListReply([MergeCard.of(job) for job in self._context.maker.jobs]))
+
+    @requires(Access.ADMIN)
+    async def show_merge(self, merge_id: str, request: Request) -> Response:
+        return _json(MergeCard.of(self._context.maker.job(merge_id)))
+
+    @requires(Access.LOADING)
+    async def cancel_merge(self, merge_id: str, request: Request) -> Response:
+        """End a merge at its next module; nothing of it stays. One that has ended is left as it is."""
+        job = self._context.maker.cancel(merge_id)
+        name_adapters(request, job.name)
+        return _json(MergeCard.of(job))
+
+    @requires(Access.VERB)
+    async def export(self, name: str, request: Request) -> Response:
+        """Write what is served to a new folder in the directory of --adapter-output-dir, as peft reads it."""
+        self._registry(f"adapter {clipped(name)!r} was to be exported")
+        self._check_can_write()
+        async with self._loads.of(client_of(request)):
+            return _json(ExportReply.of(await self._context.maker.export(name)))
+
+    def _check_can_write(self) -> None:
+        if self._context.maker.folder is None:
+            raise ApiError(
+                "this server writes no adapters: start it with --adapter-output-dir DIR", code="no_adapter_output_dir"
+            )
+
     @requires(Access.VERB)
     async def pin(self, name: str, request: Request) -> Response:
         """Promote, and exempt from eviction."""
@@ -312,7 +382,7 @@ class AdapterRoutes:
 
     def _registry(self, what: str) -> LoRARegistry:
         if self._engine.registry is None:
-            raise lora_is_off(what)
+            raise lora_is_off(what, bool(self._context.config.merged_into))
         return self._engine.registry
 
 

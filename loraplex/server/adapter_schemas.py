@@ -9,6 +9,7 @@ import msgspec
 from pydantic import Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
+from loraplex.adapters.merging.wish import MAX_MERGED, MAX_SVD_RANK, Combination, MergeWish
 from loraplex.adapters.registry import (
     AdapterInfo,
     LoadResult,
@@ -17,6 +18,7 @@ from loraplex.adapters.registry import (
     UnloadResult,
     VersionInfo,
 )
+from loraplex.frontend.making import Exported, JobState, MergeJob
 from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import RequestModel, any_of, has, lacks
 
@@ -99,6 +101,52 @@ class SwitchAdapterRequest(RequestModel):
     force: bool = False
 
     aliases: ClassVar[Mapping[str, str]] = {"old_name": "old", "new_name": "new", "path": "new_path"}
+
+
+class WeightedAdapter(RequestModel):
+    """One of the adapters of a merge."""
+
+    name: Name
+    weight: float
+
+
+class MergeAdaptersRequest(RequestModel):
+    """`POST /v1/adapters/merge`: the fields of peft's `add_weighted_adapter`, and the new adapter's name."""
+
+    name: Name
+    adapters: Annotated[tuple[WeightedAdapter, ...], Field(min_length=1, max_length=MAX_MERGED, strict=False)]
+    combination_type: Annotated[str, Field(json_schema_extra={"enum": [*Combination]})] | None = None
+    density: Annotated[float, Field(gt=0, le=1)] | None = None
+    majority_sign_method: Annotated[str, Field(json_schema_extra={"enum": ["total", "frequency"]})] | None = None
+    svd_rank: Annotated[int, Field(ge=1, le=MAX_SVD_RANK)] | None = None
+    svd_clamp: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    is_pinned: bool = False
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"svd_full_matrices": (True, False)}
+
+    @property
+    def wish(self) -> MergeWish:
+        """Raises InvalidRequestError for fields that do not go together."""
+        return MergeWish(
+            adapters=tuple((each.name, each.weight) for each in self.adapters),
+            combination_type=self.combination_type,
+            density=self.density,
+            majority_sign_method=self.majority_sign_method,
+            svd_rank=self.svd_rank,
+            svd_clamp=self.svd_clamp,
+            seed=self.seed,
+        )
+
+
+class CloneAdapterRequest(RequestModel):
+    """`POST /v1/adapters/{name}/clone`: the name of the copy."""
+
+    name: Name
+    lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    is_pinned: bool = False
+
+    aliases: ClassVar[Mapping[str, str]] = {"lora_name": "name", "pinned": "is_pinned"}
 
 
 class VersionCard(msgspec.Struct, frozen=True):
@@ -310,6 +358,52 @@ class SwitchReply(msgspec.Struct, frozen=True):
             references=result.num_references,
             aborted=result.num_aborted,
         )
+
+
+class MergeCard(msgspec.Struct, frozen=True):
+    """A merge. state: waiting, running, done, failed or cancelled; progress: 0 to 1; bytes: of the result, at most.
+
+    adapter: what was loaded, when it is done; error: why not, when it failed.
+    """
+
+    id: str
+    name: str
+    state: str
+    progress: float
+    bytes: int
+    combination_type: str
+    adapters: dict[str, float]
+    created_time: float
+    error: str | None
+    adapter: LoadReply | None
+
+    @classmethod
+    def of(cls, job: MergeJob) -> MergeCard:
+        return cls(
+            id=job.job_id,
+            name=job.name,
+            state=job.state.value,
+            progress=1.0 if job.state is JobState.DONE else job.done / (job.total + 1),
+            bytes=job.nbytes,
+            combination_type=job.wish.combination.value,
+            adapters=dict(job.wish.adapters),
+            created_time=job.created_time,
+            error=None if job.error is None else str(job.error),
+            adapter=None if job.result is None else LoadReply.of(job.result),
+        )
+
+
+class ExportReply(msgspec.Struct, frozen=True):
+    """Where on the server the adapter was written: a PEFT directory. digest: of what is served."""
+
+    name: str
+    path: str
+    digest: str
+    bytes: int
+
+    @classmethod
+    def of(cls, exported: Exported) -> ExportReply:
+        return cls(exported.name, exported.path, exported.adapter_digest, exported.nbytes)
 
 
 class ResidencyReply(msgspec.Struct, frozen=True):

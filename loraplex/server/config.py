@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.config import setting
 from loraplex.errors import ConfigError
+from loraplex.private_folder import private_folder
 from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
 
 MIN_ENGINE_TIMEOUT_S = 3.0
@@ -91,6 +94,11 @@ class ServerSettings:
         "directory where adapters' names, versions, pins and counters outlive the server (default: nowhere)",
         group="Server",
     )
+    adapter_output_dir: str | None = setting(
+        None,
+        "directory for adapters that merges and exports make, one folder each (default: such requests are refused)",
+    )
+    max_merge_bytes: int = setting(MAX_MERGE_BYTES, "most memory of one merge or export; larger ones are refused")
     on_bad_adapter: str = setting(
         "refuse",
         "what an adapter of --lora-modules or --lora-paths that cannot be loaded does: refuse (the server does not "
@@ -177,6 +185,11 @@ class ServerSettings:
                     self.on_bad_adapter in ON_BAD_ADAPTER,
                     f"on_bad_adapter must be one of {ON_BAD_ADAPTER}, got {self.on_bad_adapter!r}",
                 ),
+                (
+                    self.adapter_output_dir != "",
+                    "adapter_output_dir is empty; give a directory, or leave it out",
+                ),
+                (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
                 (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
@@ -217,6 +230,9 @@ class ServerConfig(ServerSettings):
         default=(),
         repr=False,
         metadata={"help": "keys for the routes that change the server; other keys are then for inference"},
+    )
+    merged_into: tuple[str, ...] = setting(
+        (), "names of the base model that are refused, since served_model_names is an adapter merged into its weights"
     )
     adapter_roots: tuple[str, ...] | None = setting(
         None,
@@ -302,6 +318,19 @@ class ServerConfig(ServerSettings):
         """The directories among `allowed_adapter_roots`, symbolic links resolved."""
         roots = self.allowed_adapter_roots
         return None if roots is None else tuple(Path(root).resolve() for root in roots if not root.startswith("hf://"))
+
+
+def output_folder(config: ServerSettings) -> Path | None:
+    """Where made adapters are written, links resolved; made if it is missing. Raises ConfigError for one that others
+    may write to, or that cannot be made."""
+    if config.adapter_output_dir is None:
+        return None
+    remedy = "give another --adapter-output-dir"
+    given = Path(config.adapter_output_dir).expanduser().absolute()
+    folder = private_folder(given, "the folder of made adapters", remedy).resolve()
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"the folder of made adapters {folder} cannot be written to: {remedy}")
+    return folder
 
 
 def _refuse_first(checks: list[tuple[bool, str]]) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from loraplex.core import AdapterChoice
+from loraplex.frontend.making import AdapterMaker
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
-from loraplex.server.config import ServerConfig
+from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Connections
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.event_streams import EventStreams
@@ -43,6 +44,7 @@ class ServerContext:
     answers: OffLoop
     answer_turns: Turns
     keys: KeyRing
+    maker: AdapterMaker
 
     async def target_of(self, adapter: AdapterChoice, client: str) -> Target:
         """In a thread where an adapter's tokenizer may have to be made first, which takes tens of milliseconds."""
@@ -53,7 +55,7 @@ class ServerContext:
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         in_flight = InFlight(engine, config.max_waiting_tokens)
-        names = ModelNames(engine, config.served_model_names, int(time.time()))
+        names = ModelNames(engine, config.served_model_names, int(time.time()), config.merged_into)
         connections = Connections(config, max_connections(config))
         metrics_page = MetricsPage(names.served[0], connections)
         off_loop = OffLoop()
@@ -78,4 +80,11 @@ class ServerContext:
             answers=OffLoop(NUM_ANSWER_THREADS),
             answer_turns=Turns(),
             keys=KeyRing.of(config),
+            maker=AdapterMaker(
+                engine.registry,
+                engine.on_registry,
+                output_folder(config),
+                config.max_merge_bytes,
+                config.local_adapter_roots,
+            ),
         )

@@ -1,5 +1,7 @@
 """Which adapter a request means. An unknown name is 404 and never the base model.
 
+With an adapter merged into the base weights, its name is that of the "base model" below; the base's own are refused.
+
 "base"           the base model, under any of its served names
 "sql"            the adapter named sql
 "sql@2"          version 2 of it, while that is kept
@@ -50,11 +52,17 @@ class Target:
 
 
 class ModelNames:
-    """Names of the base model and of the adapters. `created` is when the server started, in Unix seconds."""
+    """Names of the base model and of the adapters. `created` is when the server started, in Unix seconds.
 
-    def __init__(self, engine: EngineSurface, served_model_names: Sequence[str], created: int) -> None:
+    merged_into: names of a base model that is served no longer, since an adapter is merged into it.
+    """
+
+    def __init__(
+        self, engine: EngineSurface, served_model_names: Sequence[str], created: int, merged_into: Sequence[str] = ()
+    ) -> None:
         self._engine = engine
         self._created = created
+        self._merged_into = tuple(merged_into)
         self.served = tuple(served_model_names) or (engine.model_info.served_model_name,)
 
     def adapter_of(self, model: str | None, lora_path: str | None = None) -> str | None:
@@ -124,6 +132,8 @@ class ModelNames:
     def _by_model(self, model: str) -> str | None:
         if model in self.served:
             return None
+        if self._merged_into:
+            raise self._merged_away(model, "model")
         if has_adapter(self._engine.registry, model):
             return model
         for served in self.served:
@@ -131,7 +141,20 @@ class ModelNames:
                 return self._require_adapter(model.removeprefix(served + ":"), model, "model")
         raise unknown_model(model)
 
+    def _merged_away(self, model: str, param: str) -> ApiError:
+        what = "is the base model" if model in self._merged_into else "is not served"
+        return ApiError(
+            f"The model `{clipped(model)}` {what}: this server has {self.served[0]!r} merged into the base weights "
+            "(--merge-adapter) and serves nothing beside it.",
+            status=404,
+            kind="not_found_error",
+            code="model_not_found",
+            param=param,
+        )
+
     def _require_adapter(self, adapter_name: str, model: str, param: str) -> str:
+        if self._merged_into:
+            raise self._merged_away(adapter_name, param)
         if self._engine.registry is None:
             raise lora_is_off(f"adapter {clipped(adapter_name)!r} was asked for")
         if not has_adapter(self._engine.registry, adapter_name):
@@ -190,5 +213,8 @@ def unknown_model(model: str, param: str = "model") -> ApiError:
     )
 
 
-def lora_is_off(what: str) -> LoraDisabledError:
+def lora_is_off(what: str, is_merged: bool = False) -> LoraDisabledError:
+    if is_merged:
+        text = "an adapter is merged into the base weights (--merge-adapter) and none is served beside it"
+        return LoraDisabledError(f"{what}, but {text}: start the server without it")
     return LoraDisabledError(f"{what}, but this server runs without LoRA: start it with LoRA enabled")

@@ -25,7 +25,7 @@ import uvicorn
 from loraplex import logs
 from loraplex.errors import LoraplexError
 from loraplex.server.app import create_app
-from loraplex.server.config import ServerConfig
+from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Slot
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
@@ -65,8 +65,9 @@ def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[L
     try:
         max_connections(
             config
-        )  # this and the certificate are made again later: what is wrong is said before the engine starts
+        )  # this, certificate and folder are made again later: what is wrong is said before the engine starts
         tls_context(config)
+        output_folder(config)
         sock = bind(config)
         with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_start_and_serve(start_engine, config, sock))
@@ -159,6 +160,7 @@ class DrainingServer(uvicorn.Server):
         else:
             _log.info("the server shuts down: no request runs")
         self._context.event_streams.close()
+        self._context.maker.close()
         reaper = asyncio.ensure_future(self._abort_after_grace())
         patience = asyncio.get_running_loop().call_later(grace_s + LAST_WORDS_S, self._stop_waiting)
         try:

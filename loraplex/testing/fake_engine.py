@@ -91,8 +91,15 @@ class _Run:
     error: LoraplexError | None = None
 
 
+def _opened(path: str) -> OpenedAdapter:
+    """No file is read: the content of a path is the path."""
+    return OpenedAdapter(path, hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
+
+
 class FakeAsyncEngine(AdapterVerbs):
     """The surface of `engine.AsyncEngine`. `adapters`: name to path; `errors_by_path`: what loading a path raises.
+
+    open_adapter: reads paths; by default no path is read.
 
     `memory` is what it reports of its memory; a test may put another report there.
     """
@@ -109,11 +116,13 @@ class FakeAsyncEngine(AdapterVerbs):
         max_resident: int | None = None,
         token_delay_s: float = 0.0,
         max_waiting_requests: int = 4096,
+        open_adapter: Callable[[str], OpenedAdapter] | None = None,
     ) -> None:
         self._tokenizer = tokenizer or FakeTokenizer()
         self.tokenizer = self._tokenizer if has_tokenizer else None
         self.model_info = model_info or FakeModelInfo()
         self.errors_by_path = dict(errors_by_path or {})
+        self._open_source = open_adapter or _opened
         self.token_delay_s = token_delay_s
         self.max_waiting_requests = max_waiting_requests
         self.texts: dict[str, FakeText] = {}
@@ -148,7 +157,7 @@ class FakeAsyncEngine(AdapterVerbs):
     def _open_adapter(self, path: str) -> OpenedAdapter:
         if path in self.errors_by_path:
             raise self.errors_by_path[path]
-        return OpenedAdapter(path, hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
+        return self._open_source(path)
 
     # ----------------------------------------------------------------------------------------- what a test brings about
 

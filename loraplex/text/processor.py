@@ -72,6 +72,20 @@ class PreparedRequest:
     lora_request: LoRARequest | LoRAMix | None = None
     text: RequestText | None = None
 
+    def failed(self, error: LoraplexError | None) -> RequestOutput:
+        """The last output of one that an error ended."""
+        assert error is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=(),
+            finished=True,
+            lora_request=self.lora_request,
+            metrics=RequestMetrics(self.arrival_s, finished_time=time.time()),
+            error=error,
+        )
+
 
 class InputProcessor:
     """Checks prompts and makes requests of them. Raises InvalidRequestError with the value and the limit."""

@@ -759,3 +759,48 @@ def test_by_default_a_drain_completes_on_its_own_thread() -> None:
     registry.release(ref)
     assert drain.done.result(60)
     assert bench.store.adapters == {}
+
+
+# --------------------------------------------------------------------------------------------------------------- clone
+
+
+def test_a_clone_reads_nothing_and_lives_by_itself(bench: Bench) -> None:
+    original = bench.registry.load("sql", "/sql", lora_int_id=1).ref
+    copy = bench.registry.clone("sql", "copy", lora_int_id=2, is_pinned=True)
+    assert copy.status is LoadStatus.LOADED
+    assert (copy.ref.adapter_digest, copy.ref.lora_path) == (original.adapter_digest, "/sql")
+    assert (copy.ref.adapter_name, copy.ref.adapter_version, copy.ref.lora_int_id) == ("copy", 1, 2)
+    assert copy.ref.adapter_id != original.adapter_id
+    assert bench.sources.num_opened == {"/sql": 1}
+    assert bench.store.pinned() == {copy.ref.adapter_id}
+    bench.registry.unload("sql")
+    assert bench.registry.resolve("copy") == copy.ref
+    assert bench.store.specs.keys() == {copy.ref.adapter_id}
+    bench.registry.unload("copy")
+
+
+def test_a_clone_of_what_is_there_already_says_so_or_is_refused(bench: Bench) -> None:
+    bench.registry.load("sql", "/sql")
+    bench.registry.load("chat", "/chat")
+    first = bench.registry.clone("sql", "copy")
+    again = bench.registry.clone("sql", "copy", is_pinned=True)
+    assert (again.status, again.ref) == (LoadStatus.ALREADY_LOADED, first.ref)
+    assert bench.store.pinned() == {first.ref.adapter_id}
+    for name in ("chat", "copy"):
+        source = "sql" if name == "chat" else "chat"
+        with pytest.raises(AdapterConflictError, match="choose another name") as caught:
+            bench.registry.clone(source, name)
+        assert caught.value.param == "name"
+    with pytest.raises(AdapterNotFoundError):
+        bench.registry.clone("nothing", "other")
+    assert set(bench.registry.names()) == {"sql", "chat", "copy"}
+
+
+def test_a_clone_that_the_store_refuses_leaves_no_name(bench: Bench) -> None:
+    bench.registry.load("sql", "/sql")
+    bench.store.faults.errors["add"] = AdapterUnavailableError("gone")
+    with pytest.raises(AdapterUnavailableError):
+        bench.registry.clone("sql", "copy", lora_int_id=3)
+    assert bench.registry.names() == ("sql",)
+    assert bench.registry.lora_int_ids() == {}
+    assert bench.registry.clone("sql", "copy", lora_int_id=3).status is LoadStatus.LOADED

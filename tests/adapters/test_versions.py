@@ -52,6 +52,16 @@ def test_the_version_before_is_kept_and_addressed(bench: Bench) -> None:
             bench.registry.acquire(name)
 
 
+def test_a_clone_is_of_the_version_that_answers_or_is_named_and_stays_when_the_name_moves(bench: Bench) -> None:
+    for content in ("one", "two"):
+        reload(bench, content)
+    assert bench.registry.clone("sql", "new").ref.adapter_digest == "two"
+    assert bench.registry.clone("sql@1", "old").ref.adapter_digest == "one"
+    bench.registry.move("sql")
+    assert (digest(bench, "sql"), digest(bench, "new"), digest(bench, "old")) == ("one", "two", "one")
+    assert bench.sources.num_opened == {"/sql": 2}
+
+
 def test_a_kept_version_is_out_of_memory_when_its_last_request_ends(bench: Bench) -> None:
     reload(bench, "one")
     held = bench.registry.acquire("sql")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from loraplex import LLM, LoRARequest, RequestOutput, SamplingParams
 from loraplex.adapters.registry import LoadStatus
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
-from loraplex.errors import AdapterNotFoundError, InvalidRequestError, LoraDisabledError
+from loraplex.errors import AdapterContentChangedError, AdapterNotFoundError, InvalidRequestError, LoraDisabledError
 from loraplex.events import EventKind
 from tests.fixtures import TARGET_MODULES, ModelZoo
 
@@ -236,3 +237,43 @@ def test_a_switch_of_an_adapter_that_is_not_loaded_is_no_event(llm: LLM, one: Lo
     llm.switch_lora(one, 2)
     assert llm.generate_lora_performance_report().switch_cost.switch.count == 0
     assert EventKind.SWITCH not in {each.event.kind for each in llm.events().events}
+
+
+# --------------------------------------------------------------------------------------------------------------- clone
+
+
+def used_bytes(llm: LLM) -> int:
+    return sum(tier.used_bytes for tier in llm.memory_report().tiers if tier.tier in ("device", "host"))
+
+
+def test_a_clone_shares_weights_and_kv_until_each_goes_its_own_way(llm: LLM, one: LoRARequest) -> None:
+    prompt = {"prompt_token_ids": [token % 250 + 3 for token in range(64)]}
+    (wanted,) = llm.generate(prompt, GREEDY, lora_request=one)
+    before = used_bytes(llm)
+    result = llm.clone_lora(1, "copy", 5)
+    assert (result.status, result.ref.lora_int_id) == (LoadStatus.LOADED, 5)
+    copy = LoRARequest("copy", 5, one.lora_path)
+    (found,) = llm.generate(prompt, GREEDY, lora_request=copy)
+    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert found.num_cached_tokens > 0, "the prefix of the original"
+    assert used_bytes(llm) == before
+    assert llm.remove_lora(1)
+    assert llm.generate(prompt, GREEDY, lora_request=copy)[0].outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert llm.remove_lora(5)
+    assert used_bytes(llm) < before
+    with pytest.raises(AdapterNotFoundError):
+        llm.clone_lora(1, "copy", 5)
+
+
+def test_a_clone_of_evicted_weights_reads_their_source_and_notices_that_it_changed(
+    llm: LLM, one: LoRARequest, tmp_path: Path
+) -> None:
+    shutil.copytree(one.lora_path, tmp_path / "one")
+    llm.add_lora(LoRARequest("moving", 1, str(tmp_path / "one")))
+    while llm.evict_lora(1):
+        pass
+    config = tmp_path / "one" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
+    with pytest.raises(AdapterContentChangedError):
+        llm.clone_lora(1, "copy", 5)
+    assert llm.list_loras() == {1}

@@ -32,6 +32,9 @@ VERBS = [
     ("POST", "/v1/adapters/sql/evict", None, "sql", 200),
     ("POST", "/v1/adapters/sql/preload", None, "sql", 200),
     ("POST", "/v1/adapters/sql/rollback", None, "sql", 200),
+    ("POST", "/v1/adapters/sql/clone", {"name": "copy"}, "sql", 200),
+    ("POST", "/v1/adapters/merge", {"name": "both", "adapters": [{"name": "sql", "weight": 1}]}, "both", 400),
+    ("DELETE", "/v1/merges/merge-1", None, None, 404),
     ("DELETE", "/v1/adapters/sql", None, "sql", 200),
     ("DELETE", "/v1/adapters/none", None, "none", 404),
     ("POST", "/v1/adapters", {"name": "odd", "path": "/x", "unknown": 1}, None, 400),
@@ -39,6 +42,7 @@ VERBS = [
     ("POST", "/v1/profile/stop", None, None, 200),
     ("POST", "/v1/profile/stop", None, None, 409),
     ("DELETE", "/v1/adapters/sql?unknown=1", None, "sql", 400),
+    ("POST", "/v1/adapters/sql/export", None, "sql", 400),
 ]
 
 
@@ -80,7 +84,9 @@ async def test_each_verb_is_recorded_with_its_outcome(caplog: pytest.LogCaptureF
 
 
 def test_no_verb_is_missing_above() -> None:
-    tried = {(method, path.partition("?")[0].replace("/sql", "/{name:path}")) for method, path, *_ in VERBS}
+    paths = {"/sql": "/{name:path}", "/merge-1": "/{merge_id}"}
+    bare = [(method, path.partition("?")[0]) for method, path, *_ in VERBS]
+    tried = {(method, path.replace(given, known)) for method, path in bare for given, known in paths.items()}
     verbs = {
         (method, route.path)
         for route in routes_of(create_app(FakeAsyncEngine(), ServerConfig()))
@@ -218,7 +224,7 @@ async def test_without_an_admin_key_existing_controllers_go_on() -> None:
             assert (await client.request(method, path, json=body)).status_code == status
 
 
-LOADING = VERBS[:5] + VERBS[9:13]
+LOADING = VERBS[:5] + VERBS[9:16]
 
 
 async def test_dynamic_loading_can_be_off() -> None:

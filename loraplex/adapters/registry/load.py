@@ -83,7 +83,7 @@ class AdapterLoader:
 
     def _load(self, wish: LoadWish, verb: Verb) -> LoadResult:
         began_s = time.monotonic()
-        opened = self._open_adapter(wish.path)
+        opened = wish.content or self._open_adapter(wish.path)
         wish.turn.wait_for_id()
         with self._names.change() as table:
             previous = table.current.get(wish.name)

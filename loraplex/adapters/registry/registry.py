@@ -45,7 +45,7 @@ from loraplex.adapters.registry.verbs import (
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.adapters.registry.views import AdapterInfo, NameQuery, Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
-from loraplex.errors import AdapterNotFoundError, InvalidRequestError
+from loraplex.errors import AdapterConflictError, AdapterNotFoundError, InvalidRequestError
 from loraplex.events import Detail, EventKind
 
 ABORT_GRACE_S = 5.0
@@ -72,6 +72,7 @@ class LoRARegistry:
     `release` runs on an event loop. `submit` of an executor fits, unless verbs run on it too (they may wait for the
     drain); an engine without threads passes a function that calls the job at once. It must not raise.
     max_versions_kept: of one name, the current one counted; 1 keeps no earlier one.
+    max_lora_rank: above which `open_adapter` refuses, for what makes adapters to load.
     journal: where names outlive the process; None: nowhere. on_change is told of switches, moves and unloads.
     Errors: AdapterNotFoundError for a name that resolves to nothing, AdapterConflictError for a name or number that is
     another's, InvalidRequestError for arguments that cannot be, and what the store and open_adapter raise.
@@ -88,9 +89,11 @@ class LoRARegistry:
         clock: Callable[[], float] = time.time,
         abort_grace_s: float = ABORT_GRACE_S,
         max_versions_kept: int = DEFAULT_VERSIONS_KEPT,
+        max_lora_rank: int | None = None,
         journal: Journal | None = None,
         on_change: OnChange = lambda kind, name, text, details: None,
     ) -> None:
+        self.max_lora_rank = max_lora_rank
         self._store = store
         self._base_names = frozenset(base_names)
         self._run_later = run_later
@@ -189,6 +192,43 @@ class LoRARegistry:
         if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(name)
         return result
+
+    def clone(self, name: str, new_name: str, *, lora_int_id: int | None = None, is_pinned: bool = False) -> LoadResult:
+        """Make `new_name` resolve to what answers for `name` (or for `name@N`) now, under an id of its own.
+
+        No file is read while the weights are in memory: names of one digest share them, on every tier, and its KV. From
+        then on each is reloaded, pinned and unloaded by itself. A name that has this content already is a no-op that
+        says so; one that has another is refused (AdapterConflictError).
+        """
+        check_adapter_name(new_name, self._base_names)
+        check_lora_int_id(new_name, lora_int_id)
+        with self._lock:
+            version = self._table.answering(name)
+        spec, ref = version.spec, version.ref
+        content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank)
+        self._check_content(new_name, name, spec.adapter_digest)
+        result = self._loader.load(LoadWish(new_name, ref.lora_path, lora_int_id, False, is_pinned, content=content))
+        self._check_content(new_name, name, spec.adapter_digest)
+        if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
+            self.pin(new_name)
+        return result
+
+    def _check_content(self, new_name: str, name: str, digest: str) -> None:
+        found = self.refs().get(new_name)
+        if found is not None and found.adapter_digest != digest:
+            text = f"adapter {new_name!r} is loaded already, with another content than {name!r}; choose another name"
+            raise AdapterConflictError(text, param="name")
+
+    def spec_of(self, name: str) -> AdapterSpec:
+        """Where the files are of what answers for `name` (or for `name@N`) now, and which content they must have."""
+        with self._lock:
+            return self._table.answering(name).spec
+
+    def check_new_name(self, name: str) -> None:
+        """Raises AdapterConflictError for a name that is loaded, or is the base model's, and InvalidRequestError."""
+        check_adapter_name(name, self._base_names)
+        if name in self.refs():
+            raise AdapterConflictError(f"adapter {name!r} is loaded already; choose another name", param="name")
 
     def skip(self, name: str, reason: str) -> None:
         """An adapter that was to be there from the start is not, and the server starts without it."""

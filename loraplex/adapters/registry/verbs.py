@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from loraplex.adapters.registry.version import LoRARef
+from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
 
 
 class LoadTurn:
@@ -49,7 +49,10 @@ NO_TURN = LoadTurn()
 
 @dataclass(frozen=True, slots=True)
 class LoadWish:
-    """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none."""
+    """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none.
+
+    content: what is there is known, and is not opened: a clone.
+    """
 
     name: str
     path: str
@@ -59,6 +62,7 @@ class LoadWish:
     origin: str = ""
     keeps_equal: bool = False
     turn: LoadTurn = NO_TURN
+    content: OpenedAdapter | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -78,8 +82,8 @@ class Verb:
         return mine is not None and _kind(mine) == _kind(wish)
 
 
-def _kind(wish: LoadWish) -> tuple[str, bool, bool]:
-    return wish.path, wish.is_pinned, wish.keeps_equal
+def _kind(wish: LoadWish) -> tuple[str, bool, bool, OpenedAdapter | None]:
+    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content
 
 
 class LoadStatus(enum.StrEnum):

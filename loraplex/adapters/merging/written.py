@@ -1,0 +1,148 @@
+"""A made adapter as a PEFT directory: adapter_config.json and adapter_model.safetensors, there whole or not at all.
+
+temporary folder beside it -> both files, fsync -> rename -> fsync of the folder above
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME
+from loraplex.adapters.kinds import PREFIX
+from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterPathNotFoundError, LoraplexError
+
+PART_PREFIX = ".making-"
+SPARE_DISK_BYTES = 64 * 2**20
+"""Stay free: others write to the same disk."""
+
+ABANDONED_S = 24 * 3600.0
+"""A temporary folder of this age was left by a process that ended while it wrote."""
+
+MAX_FOLDER_CHARS = 80
+
+
+@dataclass(frozen=True)
+class MadeAdapter:
+    """What is written. origin: what it was made of, for the header of the file."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    origin: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @classmethod
+    def of_lora(
+        cls, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]], base: str | None, origin: str
+    ) -> MadeAdapter:
+        """A plain LoRA: module -> A, B, scaling. Ranks and alphas that are not the most frequent are in patterns."""
+        ranks = {module: len(lora_a) for module, (lora_a, _, _) in factors.items()}
+        alphas = {module: _whole(scaling * ranks[module]) for module, (_, _, scaling) in factors.items()}
+        rank, alpha = _most_frequent(ranks), _most_frequent(alphas)
+        tensors = {}
+        for module, (lora_a, lora_b, _) in factors.items():
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = lora_a.contiguous()
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = lora_b.contiguous()
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": rank,
+            "lora_alpha": alpha,
+            "rank_pattern": {module: each for module, each in ranks.items() if each != rank},
+            "alpha_pattern": {module: each for module, each in alphas.items() if each != alpha},
+            "target_modules": list(factors),
+            "bias": "none",
+            "use_rslora": False,
+            "lora_dropout": 0.0,
+            "inference_mode": True,
+        }
+        return cls(config, tensors, origin)
+
+
+def _most_frequent(values: Mapping[str, Any]) -> Any:
+    found = list(values.values())
+    return max(set(found), key=lambda value: (found.count(value), value))
+
+
+def _whole(number: float) -> float | int:
+    return int(number) if number.is_integer() else number
+
+
+def folder_name(adapter_name: str) -> str:
+    """A new one: the name as far as every file system takes it, and a number that no other has."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", adapter_name).strip("-")[:MAX_FOLDER_CHARS]
+    return f"{plain or 'adapter'}-{secrets.token_hex(4)}"
+
+
+def check_disk(folder: Path, nbytes: int) -> None:
+    """Raise AdapterMemoryError when so much would not leave SPARE_DISK_BYTES free."""
+    free = shutil.disk_usage(folder).free
+    if nbytes + SPARE_DISK_BYTES > free:
+        text = f"{nbytes} bytes are to be written and {free} are free, of which {SPARE_DISK_BYTES} stay free"
+        raise AdapterMemoryError(f"the disk of the output folder is too full: {text}; make room on it")
+
+
+def check_output(folder: Path) -> None:
+    """Raise AdapterConflictError for one that is there, AdapterPathNotFoundError for one that cannot be made."""
+    if os.path.lexists(folder):
+        raise AdapterConflictError(f"{folder} is there already; give a folder that is not")
+    if not os.access(folder.absolute().parent, os.W_OK | os.X_OK):
+        raise AdapterPathNotFoundError(f"{folder.absolute().parent} is no directory that can be written to")
+
+
+def write_directory(made: MadeAdapter, folder: Path) -> None:
+    """Make `folder`, which must not be there. Raises what the checks raise, and LoraplexError for a disk that fails."""
+    folder = folder.absolute()
+    check_output(folder)
+    check_disk(folder.parent, made.nbytes)
+    try:
+        _write(made, folder)
+    except OSError as error:
+        raise LoraplexError(f"{folder} could not be written: {error.strerror or error}") from error
+
+
+def _write(made: MadeAdapter, folder: Path) -> None:
+    part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=folder.parent))
+    try:
+        (part / CONFIG_NAME).write_text(json.dumps(made.config, indent=2) + "\n")
+        save_file(dict(made.tensors), part / SAFETENSORS_NAME, {"format": "pt", "made_of": made.origin})
+        for path in (part / CONFIG_NAME, part / SAFETENSORS_NAME, part):
+            _sync(path)
+        part.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Temporary folders of a process that ended while it wrote."""
+    for path in folder.glob(f"{PART_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)

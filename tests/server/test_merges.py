@@ -1,0 +1,357 @@
+"""Merges in the background, exports, and clones, over HTTP: real adapter files, and an engine without weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.adapters.merging import merge as merging
+from loraplex.adapters.merging.outline import Origin, Outline, reader_limits
+from loraplex.adapters.registry import OpenedAdapter
+from loraplex.adapters.source import AdapterSource
+from loraplex.demo.tasks import adapter_path
+from loraplex.errors import AdapterNoRoomError, ConfigError
+from loraplex.events import EventKind
+from loraplex.frontend import making
+from loraplex.server import ServerConfig, create_app
+from loraplex.server.config import output_folder
+from loraplex.testing import FakeAsyncEngine
+from tests.server.conftest import client_of
+
+MERGE = "/v1/adapters/merge"
+PAIR = [{"name": "upper", "weight": 0.7}, {"name": "reverse", "weight": -0.3}]
+
+
+def opened(path: str) -> OpenedAdapter:
+    model = Outline.read(Origin(path, path, AdapterSource()), reader_limits(0)).model(reader_limits(0))
+    return OpenedAdapter(path, model.adapter_digest, model.nbytes, model.rank)
+
+
+@pytest.fixture
+def engine() -> FakeAsyncEngine:
+    return FakeAsyncEngine({name: str(adapter_path(name)) for name in ("upper", "reverse")}, open_adapter=opened)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    return tmp_path / "made"
+
+
+@pytest.fixture
+async def client(engine: FakeAsyncEngine, made: Path) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(engine, ServerConfig(adapter_output_dir=str(made)))
+    async with client_of(app) as client:
+        yield client
+    app.state.context.maker.close()
+    assert engine.registry is not None
+    engine.registry.check_integrity()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Merges stop before their first module until it is set."""
+    opening, combine = threading.Event(), merging.combine
+
+    def wait(*args: Any) -> Any:
+        assert opening.wait(60)
+        return combine(*args)
+
+    monkeypatch.setattr(merging, "combine", wait)
+    return opening
+
+
+async def over(client: httpx.AsyncClient, merge_id: str) -> dict[str, Any]:
+    """The job when it has ended."""
+    async with asyncio.timeout(60):
+        while True:
+            card: dict[str, Any] = (await client.get(f"/v1/merges/{merge_id}")).json()
+            if card["state"] not in ("waiting", "running"):
+                return card
+            await asyncio.sleep(0.01)
+
+
+async def started(client: httpx.AsyncClient, name: str = "both", **fields: Any) -> dict[str, Any]:
+    response = await client.post(MERGE, json={"name": name, "adapters": PAIR, **fields})
+    assert response.status_code == 202, response.text
+    card: dict[str, Any] = response.json()
+    return card
+
+
+# ------------------------------------------------------------------------------------------------------------- merges
+
+
+async def test_a_merge_is_made_beside_requests_and_loaded_under_its_name(client: httpx.AsyncClient, made: Path) -> None:
+    card = await started(client, combination_type="cat", is_pinned=True)
+    assert (card["id"], card["name"], card["combination_type"]) == ("merge-1", "both", "cat")
+    assert card["adapters"] == {"upper": 0.7, "reverse": -0.3}
+    assert card["adapter"] is None
+    card = await over(client, "merge-1")
+    assert (card["state"], card["progress"], card["error"]) == ("done", 1.0, None)
+    assert (card["adapter"]["status"], card["adapter"]["name"]) == ("loaded", "both")
+    shown = (await client.get("/v1/adapters/both")).json()
+    (folder,) = made.iterdir()
+    assert shown["path"] == str(folder)
+    assert folder.name.startswith("both-")
+    assert shown["is_pinned"]
+    assert shown["digest"] == card["adapter"]["digest"] == opened(str(folder)).adapter_digest
+    assert card["bytes"] == sum(tensor.nbytes for tensor in load_all(folder))
+    assert [each["id"] for each in (await client.get("/v1/merges")).json()["data"]] == ["merge-1"]
+
+
+def load_all(folder: Path) -> list[Any]:
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "adapter_model.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"adapters": []}, 400, "adapters"),
+        ({"adapters": PAIR * 9}, 400, "adapters"),
+        ({"adapters": [{"name": "upper"}]}, 400, "adapters"),
+        ({"adapters": [{"name": "upper", "weight": 1, "path": "/etc"}]}, 400, "path"),
+        ({"adapters": [{"name": "nothing", "weight": 1}]}, 404, None),
+        ({"combination_type": "average"}, 400, "combination_type"),
+        ({"combination_type": "ties"}, 400, "density"),
+        ({"combination_type": "linear", "seed": 1}, 400, "seed"),
+        ({"svd_rank": 513}, 400, "svd_rank"),
+        ({"svd_driver": "gesvd"}, 400, "svd_driver"),
+        ({"output": "/tmp/x"}, 400, "output"),
+        ({"name": "upper"}, 400, "name"),
+        ({"name": "base"}, 400, "name"),
+        ({"name": "../up"}, 400, "name"),
+        ({"name": "a/b"}, 400, "name"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_merged_is_refused_at_once(
+    client: httpx.AsyncClient, made: Path, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    response = await client.post(MERGE, json={"name": "both", "adapters": PAIR, **fields})
+    assert response.status_code == status, response.text
+    assert (response.json()["error"]["param"] or "").partition("[")[0].partition(".")[0] == (param or "")
+    assert (await client.get("/v1/merges")).json()["data"] == []
+    assert list(made.iterdir()) == []
+
+
+async def test_fields_of_pefts_call_that_change_no_result_are_accepted(client: httpx.AsyncClient) -> None:
+    await started(client, svd_full_matrices=False, svd_driver=None)
+    assert (await over(client, "merge-1"))["state"] == "done"
+
+
+async def test_a_merge_beyond_the_bound_is_refused_before_it_is_made(engine: FakeAsyncEngine, made: Path) -> None:
+    config = ServerConfig(adapter_output_dir=str(made), max_merge_bytes=2**20)
+    async with client_of(create_app(engine, config)) as client:
+        body = {"name": "both", "adapters": PAIR, "combination_type": "ties_svd", "density": 0.5, "svd_rank": 128}
+        response = await client.post(MERGE, json=body)
+    assert response.status_code == 400
+    assert "max_merge_bytes" in response.text
+    assert list(made.iterdir()) == []
+
+
+async def test_a_cancelled_merge_leaves_nothing(client: httpx.AsyncClient, made: Path, gate: threading.Event) -> None:
+    await started(client)
+    await started(client, "later")
+    for merge_id in ("merge-1", "merge-2"):
+        assert (await client.delete(f"/v1/merges/{merge_id}")).status_code == 200
+    gate.set()
+    for merge_id in ("merge-1", "merge-2"):
+        card = await over(client, merge_id)
+        assert (card["state"], card["adapter"]) == ("cancelled", None)
+        assert card["progress"] < 1
+    assert (await client.get("/v1/adapters/both")).status_code == 404
+    assert list(made.iterdir()) == []
+    await started(client)
+    assert (await over(client, "merge-3"))["state"] == "done"
+    assert (await client.delete("/v1/merges/merge-3")).json()["state"] == "done"
+    assert (await client.get("/v1/adapters/both")).status_code == 200
+
+
+async def test_one_merge_runs_at_a_time_and_so_many_wait(client: httpx.AsyncClient, gate: threading.Event) -> None:
+    for number in range(making.MAX_WAITING + 1):
+        await started(client, f"m{number}")
+    response = await client.post(MERGE, json={"name": "late", "adapters": PAIR})
+    assert response.status_code == 429
+    states = [card["state"] for card in (await client.get("/v1/merges")).json()["data"]]
+    assert states == ["running", *["waiting"] * making.MAX_WAITING]
+    assert (await client.post(MERGE, json={"name": "m3", "adapters": PAIR})).json()["error"]["param"] == "name"
+    gate.set()
+    for number in range(making.MAX_WAITING + 1):
+        assert (await over(client, f"merge-{number + 1}"))["state"] == "done"
+
+
+async def test_a_name_that_was_taken_meanwhile_is_kept(
+    client: httpx.AsyncClient, made: Path, gate: threading.Event
+) -> None:
+    await started(client)
+    response = await client.post("/v1/adapters", json={"name": "both", "path": str(adapter_path("reverse"))})
+    assert response.status_code == 200
+    gate.set()
+    card = await over(client, "merge-1")
+    assert card["state"] == "failed"
+    assert "another source" in card["error"]
+    assert (await client.get("/v1/adapters/both")).json()["digest"] == response.json()["digest"]
+    assert list(made.iterdir()) == []
+
+
+async def test_a_merge_that_cannot_be_loaded_leaves_nothing(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AdapterNoRoomError("no room")
+
+    await started(client)
+    monkeypatch.setattr(engine.store, "add_adapter", refuse)
+    card = await over(client, "merge-1")
+    assert (card["state"], card["error"]) == ("failed", "no room")
+    assert list(made.iterdir()) == []
+
+
+async def test_a_mistake_of_ours_ends_the_job_alone(
+    client: httpx.AsyncClient, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "combine", lambda *args: 1 / 0)
+    await started(client)
+    card = await over(client, "merge-1")
+    assert card["state"] == "failed"
+    assert "its log" in card["error"]
+    monkeypatch.undo()
+    await started(client)
+    assert (await over(client, "merge-2"))["state"] == "done"
+    assert len(list(made.iterdir())) == 1
+
+
+async def test_an_unknown_merge_is_404(client: httpx.AsyncClient) -> None:
+    for call in (client.get, client.delete):
+        assert (await call("/v1/merges/merge-9")).status_code == 404
+
+
+async def test_without_a_folder_nothing_is_written(engine: FakeAsyncEngine) -> None:
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        for path, body in ((MERGE, {"name": "both", "adapters": PAIR}), ("/v1/adapters/upper/export", None)):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "no_adapter_output_dir"
+            assert "--adapter-output-dir" in response.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", MERGE),
+        ("GET", "/v1/merges"),
+        ("GET", "/v1/merges/merge-1"),
+        ("DELETE", "/v1/merges/merge-1"),
+        ("POST", "/v1/adapters/upper/export"),
+        ("POST", "/v1/adapters/upper/clone"),
+    ],
+)
+async def test_making_is_an_admins(engine: FakeAsyncEngine, made: Path, method: str, path: str) -> None:
+    keys = ServerConfig(api_keys=("inference-key-0123",), admin_api_keys=("admin-key-0123456",))
+    async with client_of(create_app(engine, replace(keys, adapter_output_dir=str(made)))) as client:
+        response = await client.request(method, path, headers={"Authorization": "Bearer inference-key-0123"})
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "admin_key_required"
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made").chmod(0o777)
+    with pytest.raises(ConfigError, match="--adapter-output-dir"):
+        output_folder(ServerConfig(adapter_output_dir=str(tmp_path / "made")))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        output_folder(ServerConfig(adapter_output_dir=str(tmp_path / "file")))
+    folder = output_folder(ServerConfig(adapter_output_dir=str(tmp_path / "new")))
+    assert folder == tmp_path / "new"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+# ------------------------------------------------------------------------------------------------------------- exports
+
+
+async def test_an_export_is_written_into_the_servers_folder(client: httpx.AsyncClient, made: Path) -> None:
+    digest = (await client.get("/v1/adapters/upper")).json()["digest"]
+    first, second = [(await client.post("/v1/adapters/upper/export")).json() for _ in range(2)]
+    assert first["digest"] == digest
+    assert first["bytes"] == sum(tensor.nbytes for tensor in load_all(Path(first["path"])))
+    assert {first["path"], second["path"]} == {str(path) for path in made.iterdir()}
+    assert opened(first["path"]).adapter_digest == digest
+    versioned = (await client.post("/v1/adapters/upper@1/export")).json()
+    assert versioned["digest"] == digest
+    assert (await client.post("/v1/adapters/nothing/export")).status_code == 404
+
+
+async def test_files_that_changed_are_not_exported_as_what_is_served(
+    client: httpx.AsyncClient, tmp_path: Path, made: Path
+) -> None:
+    import shutil
+
+    shutil.copytree(adapter_path("upper"), tmp_path / "copy")
+    assert (await client.post("/v1/adapters", json={"name": "c", "path": str(tmp_path / "copy")})).status_code == 200
+    config = tmp_path / "copy" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
+    response = await client.post("/v1/adapters/c/export")
+    assert response.status_code == 409, response.text
+    merge = await client.post(MERGE, json={"name": "m", "adapters": [{"name": "c", "weight": 1}]})
+    assert (await over(client, merge.json()["id"]))["state"] == "failed"
+    assert list(made.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- clones
+
+
+async def test_a_clone_is_the_same_content_under_a_name_of_its_own(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine
+) -> None:
+    response = await client.post("/v1/adapters/upper/clone", json={"name": "copy", "lora_int_id": 7})
+    assert response.status_code == 200
+    original, copy = [(await client.get(f"/v1/adapters/{name}")).json() for name in ("upper", "copy")]
+    assert (copy["digest"], copy["path"]) == (original["digest"], original["path"])
+    assert (copy["version"], copy["lora_int_id"], response.json()["status"]) == (1, 7, "loaded")
+    again = await client.post("/v1/adapters/upper/clone", json={"name": "copy"})
+    assert again.json()["status"] == "already_loaded"
+    assert (await client.delete("/v1/adapters/upper")).status_code == 200
+    assert (await client.get("/v1/adapters/copy")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status"),
+    [
+        ("nothing", {"name": "copy"}, 404),
+        ("upper", {"name": "reverse"}, 400),
+        ("upper", {"name": "base"}, 400),
+        ("upper", {"name": "a/b"}, 400),
+        ("upper", {"name": "x@2"}, 400),
+        ("upper", {}, 400),
+        ("upper", {"name": "copy", "path": "/etc"}, 400),
+    ],
+    ids=str,
+)
+async def test_a_clone_that_cannot_be(client: httpx.AsyncClient, name: str, body: dict[str, Any], status: int) -> None:
+    assert (await client.post(f"/v1/adapters/{name}/clone", json=body)).status_code == status
+
+
+async def test_verbs_of_making_have_audit_events(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    await started(client)
+    await client.post("/v1/adapters/upper/clone", json={"name": "copy"})
+    await client.post("/v1/adapters/upper/export")
+    await client.delete("/v1/merges/merge-1")
+    events = [numbered.event for numbered in engine.events.after(0).events]
+    texts = [event.text for event in events if event.kind is EventKind.AUDIT]
+    expected: list[Callable[[str], bool]] = [
+        lambda text: "/merge" in text and "'both', 'upper', 'reverse'" in text and text.endswith("202"),
+        lambda text: "/clone" in text and "'upper'" in text,
+        lambda text: "/export" in text and "'upper'" in text,
+        lambda text: "DELETE" in text and "'both'" in text,
+    ]
+    assert len(texts) == len(expected)
+    assert all(fits(text) for fits, text in zip(expected, texts, strict=True)), texts
