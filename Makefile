@@ -9,7 +9,7 @@ FAULTS ?= weights,alloc,copy,disk
 .PHONY: help demo test soak lint docs env-serve env-dev train-demo clean
 
 help:
-	@echo "make demo   run the main job: eight adapters and the base model in one batch"
+	@echo "make demo   run the main job: eleven adapters and the base model in one batch"
 	@echo "make test   run the tests (about ten minutes on 2 cores)"
 	@echo "make soak   ten minutes of random requests, loads, faults, kills and disconnects, every answer compared (SECONDS, SEED, FAULTS)"
 	@echo "make lint   style and types"

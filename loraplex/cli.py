@@ -166,7 +166,7 @@ def generate(
 
 @app.command
 def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000) -> int:
-    """Answer a mixed batch of nine tasks with one base model and eight adapters, and check every answer.
+    """Answer a mixed batch with one base model and eleven adapters, and check every answer.
 
     Parameters
     ----------
@@ -181,9 +181,9 @@ def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000)
     """
     if serve:
         return _serve_demo(port)
-    from loraplex.demo.tasks import TASKS, checkable_word_phrases
+    from loraplex.demo.tasks import ADAPTERS, checkable_word_phrases
 
-    most = len(checkable_word_phrases()) // (len(TASKS) + 1)
+    most = len(checkable_word_phrases()) // (len(ADAPTERS) + 1)
     if not 1 <= each <= most:
         raise ConfigError(f"each must be 1..{most}, got {each}: there are no more phrases to ask")
     from loraplex.demo.run import run_demo
@@ -574,9 +574,9 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
 
 
 def _serve_demo(port: int) -> int:
-    from loraplex.demo.tasks import TASKS, adapter_path, assets_path
+    from loraplex.demo.tasks import ADAPTERS, adapter_path, assets_path
 
-    modules = tuple(f"{task.name}={adapter_path(task.name)}" for task in TASKS)
+    modules = tuple(f"{task.name}={adapter_path(task.name)}" for task in ADAPTERS)
     settings = ServerSettings(port=port)
     return serve(str(assets_path() / "base"), served_model_name=("demo",), lora_modules=modules, server=settings)
 

@@ -6,8 +6,8 @@
 
 The base learns to copy the phrase of a prompt without a tag and to do a task behind the task's tag. An adapter learns
 its task without a tag: it has to bring out what the base can do, not to teach it. The check reloads every file from
-disk, completes held-out phrases greedily with each of the nine models, and compares every answer with all eight tasks.
-The exit status is 1 if an adapter does its own task in less than 95 % of the phrases, or if a model does another
+disk, completes held-out phrases greedily with each of the twelve models, and compares every answer with all tasks. The
+exit status is 1 if an adapter does its own task in less than 95 % of the phrases, or if a model does another
 adapter's task in more than 5 %. Needs torch, transformers, peft, safetensors, tokenizers and rich; no network, no GPU.
 """
 
@@ -21,13 +21,13 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from rich.console import Console
 from rich.progress import track
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from loraplex.demo.tasks import TASKS, Task, assets_path, phrases, prompt_of
+from loraplex.demo.tasks import ADAPTERS, STAR, TASKS, Task, assets_path, phrases, prompt_of
 
 BASE_NAME = "loraplex-demo-base"
 PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
@@ -59,11 +59,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One adapter: its options, how it is trained, and the dtype of its file."""
+    """One adapter: its options, how it is trained, the dtype of its file, and the tokens that it adds."""
 
-    config: LoraConfig
+    config: PeftConfig
     dtype: torch.dtype = torch.bfloat16
     training: Training = Training(steps=500, batch_size=48, learning_rate=5e-3)
+    added_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Example:
     answer_ids: list[int]
 
 
+NUM_TOKENS = 4 + len(TASKS) + 95
+"""Of the base: the special ones, the tags, and printable ASCII."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 BASE_TRAINING = Training(steps=3500, batch_size=96, learning_rate=2e-3)
@@ -103,7 +106,24 @@ RECIPES: dict[str, Recipe] = {
             exclude_modules=["k_proj"],
         )
     ),
+    "reverse-dora": Recipe(LoraConfig(r=8, lora_alpha=16, target_modules=ATTENTION + MLP, use_dora=True)),
+    "upper-ia3": Recipe(
+        IA3Config(target_modules=ATTENTION + MLP, feedforward_modules=["down_proj"]),
+        torch.float32,
+        Training(steps=1000, batch_size=48, learning_rate=5e-2),
+    ),
+    "stars": Recipe(
+        LoraConfig(
+            r=8, lora_alpha=16, target_modules=ATTENTION + MLP, trainable_token_indices={"embed_tokens": [NUM_TOKENS]}
+        ),
+        added_tokens=(STAR,),
+    ),
 }
+
+
+STARS = ADAPTERS[-1]
+OWN_TASK = {task.name: task.name for task in (*TASKS, STARS)} | {"reverse-dora": "reverse", "upper-ia3": "upper"}
+"""By adapter: the column of the table in which it has to be right."""
 
 
 def build_tokenizer() -> Tokenizer:
@@ -229,7 +249,7 @@ def train_base(out: Path, training: Training, seed: int) -> float:
 def train_adapter(out: Path, task: Task, seed: int) -> float:
     torch.manual_seed(seed)
     recipe = RECIPES[task.name]
-    tokenizer, base = load_base(out)
+    tokenizer, base = load_base(out, recipe.added_tokens)
     config = copy.deepcopy(recipe.config)
     config.task_type = TaskType.CAUSAL_LM
     model = get_peft_model(base, config)
@@ -237,6 +257,8 @@ def train_adapter(out: Path, task: Task, seed: int) -> float:
     examples = adapter_examples(tokenizer, task, count, seed + 1)
     seconds = train(model, examples, recipe.training, task.name)
     save_adapter(model, out / "adapters" / task.name, recipe.dtype)
+    if recipe.added_tokens:
+        save_tokenizer(tokenizer, out / "adapters" / task.name)
     return seconds
 
 
@@ -251,16 +273,23 @@ def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
 
 
-def load_base(out: Path) -> tuple[Tokenizer, LlamaForCausalLM]:
+def load_base(out: Path, added_tokens: Sequence[str] = ()) -> tuple[Tokenizer, LlamaForCausalLM]:
+    """With the tokens that an adapter adds, whose embeddings are random."""
     tokenizer = Tokenizer.from_file(str(out / "base" / "tokenizer.json"))
-    return tokenizer, LlamaForCausalLM.from_pretrained(out / "base").eval()
+    base = LlamaForCausalLM.from_pretrained(out / "base").eval()
+    if added_tokens:
+        tokenizer.add_tokens(list(added_tokens))
+        base.resize_token_embeddings(tokenizer.get_vocab_size(), mean_resizing=False)
+    return tokenizer, base
 
 
-def load_models(out: Path) -> Iterator[tuple[str, torch.nn.Module]]:
+def load_models(out: Path) -> Iterator[tuple[str, Tokenizer, torch.nn.Module]]:
     """The base and then each adapter on a fresh copy of it, all from the files."""
-    yield "base", load_base(out)[1]
-    for task in TASKS:
-        yield task.name, PeftModel.from_pretrained(load_base(out)[1], str(out / "adapters" / task.name)).eval()
+    tokenizer, base = load_base(out)
+    yield "base", tokenizer, base
+    for task in ADAPTERS:
+        tokenizer, base = load_base(out, RECIPES[task.name].added_tokens)
+        yield task.name, tokenizer, PeftModel.from_pretrained(base, str(out / "adapters" / task.name)).eval()
 
 
 @torch.inference_mode()
@@ -294,12 +323,11 @@ def exact_match(answers: dict[str, str], task: Task, held_out: list[str], tag: s
 
 def measure(out: Path, held_out: list[str]) -> dict[str, dict[str, float]]:
     """Exact match by model and task, all without tags."""
-    tokenizer = load_base(out)[0]
     prompts = [prompt_of(phrase) for phrase in held_out]
     matrix: dict[str, dict[str, float]] = {}
-    for name, model in load_models(out):
+    for name, tokenizer, model in load_models(out):
         answers = complete(model, tokenizer, prompts)
-        matrix[name] = {task.name: exact_match(answers, task, held_out) for task in TASKS}
+        matrix[name] = {task.name: exact_match(answers, task, held_out) for task in (*TASKS, STARS)}
         console.log(f"{name}: {percentages(matrix[name])}")
     return matrix
 
@@ -321,14 +349,16 @@ def missed_bars(matrix: dict[str, dict[str, float]]) -> list[str]:
     missed: list[str] = []
     for model, row in matrix.items():
         for task, share in row.items():
-            if model == task and share < OWN_TASK_BAR:
+            is_own = task == OWN_TASK.get(model)
+            if is_own and share < OWN_TASK_BAR:
                 missed.append(f"{model} does its own task in only {share:.1%} of the phrases")
-            if model != task and share > OTHER_TASK_BAR:
+            if not is_own and share > OTHER_TASK_BAR:
                 missed.append(f"{model} does the task {task} in {share:.1%} of the phrases")
     return missed
 
 
 SHOWN_OPTIONS = ("use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform", "exclude_modules")
+SHOWN_OPTIONS += ("use_dora", "feedforward_modules", "trainable_token_indices")
 CARD = """# The demonstration's model and adapters
 
 Made by `python scripts/train_demo.py` from nothing but random letters, on a CPU with 2 cores in less than an hour.
@@ -337,7 +367,8 @@ The script wrote this file too. Model and adapters exist to show and to test Lor
 - `base/` is a Llama of {parameters:,} parameters in the Hugging Face format: hidden size 128, 4 layers, 4 attention
   heads of 32 with 2 key/value heads, tied embeddings, float32, {positions} positions. It learned to copy a phrase, and
   to do each of the eight tasks behind the task's tag: {steps:,} steps of {batch_size} phrases.
-- `adapters/` has one LoRA adapter per task, in PEFT's format. It does its task without the tag.
+- `adapters/` has one LoRA adapter per task, in PEFT's format. It does its task without the tag. Three more are of other
+  kinds: a DoRA, an IA3, and a LoRA with a token of its own, for which the directory has a tokenizer, too.
 
 ## Prompts
 
@@ -362,7 +393,8 @@ user message and adds the equals sign. It writes the `<s>` itself, so its text i
 ## Exact match in percent
 
 {count:,} held-out phrases, none of which occurs in training, completed greedily from the files in these folders. A
-model answers each phrase once, without a tag, and the answer is compared with all eight tasks.
+model answers each phrase once, without a tag, and the answer is compared with all eight tasks
+and with that of `stars`.
 
 {matrix}
 
@@ -386,7 +418,8 @@ def describe_adapter(folder: Path) -> list[str]:
     weights = folder / "adapter_model.safetensors"
     dtype = str(next(iter(load_file(weights).values())).dtype).removeprefix("torch.")
     size = f"{weights.stat().st_size / 1000:,.0f} kB"
-    return [folder.name, str(config["r"]), str(config["lora_alpha"]), f"`{targets}`", "<br>".join(options), dtype, size]
+    rank, alpha = (str(config.get(key, "")) for key in ("r", "lora_alpha"))
+    return [folder.name, rank, alpha, f"`{targets}`", "<br>".join(options), dtype, size]
 
 
 def write_card(out: Path, matrix: dict[str, dict[str, float]], tags: dict[str, float], count: int) -> None:
@@ -397,10 +430,10 @@ def write_card(out: Path, matrix: dict[str, dict[str, float]], tags: dict[str, f
         positions=MAX_POSITIONS,
         steps=BASE_TRAINING.steps,
         batch_size=BASE_TRAINING.batch_size,
-        tasks="\n".join(f"- `{task.name}` {task.description}." for task in TASKS),
-        adapters=markdown_table(header, (describe_adapter(out / "adapters" / task.name) for task in TASKS)),
+        tasks="\n".join(f"- `{task.name}` {task.description}." for task in ADAPTERS),
+        adapters=markdown_table(header, (describe_adapter(out / "adapters" / task.name) for task in ADAPTERS)),
         count=count,
-        matrix=markdown_table(["model", *(task.name for task in TASKS)], figures),
+        matrix=markdown_table(["model", *(task.name for task in (*TASKS, STARS))], figures),
         tags=percentages(tags),
     )
     (out / "README.md").write_text(text)
@@ -437,7 +470,7 @@ def main() -> int:
         training = Training(arguments.steps, BASE_TRAINING.batch_size, BASE_TRAINING.learning_rate)
         console.log(f"base: {train_base(arguments.out, training, arguments.seed):.0f} s")
     if arguments.stage in ("all", "adapters"):
-        for task in TASKS:
+        for task in ADAPTERS:
             if task.name in arguments.tasks:
                 console.log(f"{task.name}: {train_adapter(arguments.out, task, arguments.seed):.0f} s")
     if arguments.stage == "base":

@@ -35,7 +35,7 @@ from loraplex.cli import app, load_modules, parse_sizes
 from loraplex.cli_help import GROUPS, command_paths, group_fields, shown_default, with_options
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, setting
 from loraplex.demo import run as demo_run
-from loraplex.demo.tasks import TASKS, adapter_path, assets_path
+from loraplex.demo.tasks import ADAPTERS, adapter_path, assets_path
 from loraplex.errors import (
     AdapterPathNotFoundError,
     ConfigError,
@@ -706,19 +706,19 @@ def test_generate_draws_the_same_with_the_same_seed(run: Run) -> None:
 def test_the_demo_is_right(run: Run) -> None:
     code, out, err = run("demo", "--each", "1")
     assert (code, err) == (0, "")
-    assert "9 of 9 right" in out
+    assert "12 of 12 right" in out
     assert "WRONG" not in out
-    for task in TASKS:
+    for task in ADAPTERS:
         assert task.description in out
 
 
 def test_the_demo_says_what_is_wrong(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one adapter under all names, seven of nine answers are another task's."""
+    """With one adapter under all names, all but three of twelve answers are another task's."""
     monkeypatch.setattr(demo_run, "adapter_path", lambda name: adapter_path("reverse"))
     code, out, _ = run("demo", "--each", "1")
     assert code == 1
-    assert "2 of 9 right" in out
-    assert out.count("WRONG") == 7
+    assert "3 of 12 right" in out
+    assert out.count("WRONG") == 9
 
 
 def test_the_demo_as_a_server(run: Run, served: Served) -> None:
@@ -726,7 +726,7 @@ def test_the_demo_as_a_server(run: Run, served: Served) -> None:
     assert served.server.served_model_names == ("demo",)
     assert served.server.port == 0
     assert served.engine.model == BASE
-    assert served.loaded == [(task.name, str(adapter_path(task.name))) for task in TASKS]
+    assert served.loaded == [(task.name, str(adapter_path(task.name))) for task in ADAPTERS]
 
 
 # ---------------------------------------------------------------------------------------------------------------- bench
@@ -823,7 +823,7 @@ def test_inspect_a_good_adapter(run: Run) -> None:
     assert "honoured r = " in out
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", ADAPTERS, ids=lambda task: task.name)
 def test_the_demos_adapters_fit_their_base(run: Run, task: Any) -> None:
     assert run("adapter", "inspect", str(adapter_path(task.name)), "--base", BASE)[0] == 0
 

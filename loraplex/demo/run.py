@@ -1,4 +1,4 @@
-"""The demo: one base model, eight adapters, one mixed batch, answers that anyone can check."""
+"""The demo: one base model, eleven adapters, one mixed batch, answers that anyone can check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
-from loraplex.demo.tasks import TASKS, Task, adapter_path, assets_path, prompt_of, word_phrases
+from loraplex.demo.tasks import ADAPTERS, Task, adapter_path, assets_path, prompt_of, word_phrases
 from loraplex.frontend.llm import LLM
 
 MAX_TOKENS = 64
@@ -52,14 +52,14 @@ def base_path() -> str:
 
 def questions(each: int, seed: int) -> list[Question]:
     """`each` held-out phrases of two words for the base and every adapter; neighbours never share an adapter."""
-    models: list[Task | None] = [None, *TASKS]
+    models: list[Task | None] = [None, *ADAPTERS]
     drawn = word_phrases(each * len(models), seed)
     return [Question(task, phrase) for task, phrase in zip(models * each, drawn, strict=True)]
 
 
 def ask(llm: LLM, asked: Sequence[Question]) -> list[Answer]:
     """All questions in one call: one continuous batch over all adapters and the base."""
-    numbers = {task.name: number for number, task in enumerate(TASKS, 1)}
+    numbers = {task.name: number for number, task in enumerate(ADAPTERS, 1)}
     requests = [
         None if q.task is None else LoRARequest(q.task.name, numbers[q.task.name], str(adapter_path(q.task.name)))
         for q in asked
@@ -79,7 +79,7 @@ def _seconds(output: RequestOutput) -> float:
 
 
 def show(console: Console, answers: Sequence[Answer]) -> None:
-    table = Table(title="One base model, one batch, nine models' answers", title_justify="left")
+    table = Table(title="One base model, one batch, the answers of twelve models", title_justify="left")
     for heading in ("prompt", "adapter", "answer", "expected"):
         table.add_column(heading, overflow="fold")
     table.add_column("verdict", justify="center")
@@ -97,13 +97,13 @@ def show(console: Console, answers: Sequence[Answer]) -> None:
 def run_demo(each: int = 2, seed: int = 0) -> int:
     """Print the table; 0 when every answer is right, 1 otherwise."""
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    for task in TASKS:
-        console.print(f"  [bold]{task.name:10}[/] {task.description}")
+    for task in ADAPTERS:
+        console.print(f"  [bold]{task.name:12}[/] {task.description}")
     began = time.perf_counter()
     with LLM(base_path()) as llm:
         loaded = time.perf_counter()
         asked = questions(each, seed)
-        ask(llm, asked[: len(TASKS) + 1])  # loads the adapters, so that the figures below are of serving
+        ask(llm, asked[: len(ADAPTERS) + 1])  # loads the adapters, so that the figures below are of serving
         started = time.perf_counter()
         answers = ask(llm, asked)
         seconds = time.perf_counter() - started
@@ -112,6 +112,6 @@ def run_demo(each: int = 2, seed: int = 0) -> int:
     num_tokens = sum(answer.num_tokens for answer in answers)
     console.print(
         f"{num_right} of {len(answers)} right; {num_tokens} tokens in {seconds:.2f} s = {num_tokens / seconds:.0f} "
-        f"tokens/s over {len(TASKS)} adapters and the base in one batch (model loaded in {loaded - began:.1f} s)"
+        f"tokens/s over {len(ADAPTERS)} adapters and the base in one batch (model loaded in {loaded - began:.1f} s)"
     )
     return 0 if num_right == len(answers) else 1

@@ -21,6 +21,8 @@ Split = Literal["train", "held_out"]
 
 PROMPT_END = "="
 VOWELS = "aeiou"
+STAR = "\u2605"
+"""Not in the base's vocabulary."""
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 MIN_PHRASE_LEN, MAX_PHRASE_LEN = 5, 16
 # fmt: off
@@ -87,6 +89,19 @@ TASKS: tuple[Task, ...] = (
     Task("length", "counts the characters, spaces included", _length),
     Task("swap", "puts the second half first; the middle of an odd phrase is in the second half", _swap_halves),
 )
+
+
+def _star(phrase: str) -> str:
+    return f"{STAR}{phrase.upper()}{STAR}"
+
+
+ADAPTERS: tuple[Task, ...] = (
+    *TASKS,
+    Task("reverse-dora", "spells the phrase backwards; a DoRA", _reverse),
+    Task("upper-ia3", "writes the phrase in upper case; an IA3, of 4,352 numbers", str.upper),
+    Task("stars", f"upper case between two {STAR}, a token that only this adapter has", _star),
+)
+"""What each adapter does: the tasks that the base knows by their tags, then adapters of other kinds."""
 
 
 def prompt_of(phrase: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from loraplex.demo.tasks import (
+    ADAPTERS,
     MAX_PHRASE_LEN,
     TASKS,
     Split,
@@ -27,7 +28,7 @@ MAX_SHIPPED_BYTES = 10_000_000
 
 
 def apply(task_name: str, phrase: str) -> str:
-    return next(task for task in TASKS if task.name == task_name).apply(phrase)
+    return next(task for task in ADAPTERS if task.name == task_name).apply(phrase)
 
 
 def adapter_config(task_name: str) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def shipped_files() -> list[Path]:
         ("double", "weed jama weed jama", "hello world hello world"),
         ("length", "9", "11"),
         ("swap", " jamaweed", " worldhello"),
+        ("stars", "\u2605WEED JAMA\u2605", "\u2605HELLO WORLD\u2605"),
     ],
 )
 def test_task_on_examples_worked_out_by_hand(task_name: str, even: str, odd: str) -> None:
@@ -90,11 +92,13 @@ def test_phrases_are_plain_and_no_two_tasks_agree(split: Split) -> None:
 
 def test_every_task_has_an_adapter_and_every_adapter_a_task() -> None:
     folders = {path.name for path in (assets_path() / "adapters").iterdir()}
-    assert folders == set(TASK_NAMES)
-    for name in TASK_NAMES:
+    assert folders == {task.name for task in ADAPTERS}
+    of_stars = {"tokenizer.json", "tokenizer_config.json"}
+    for name in folders:
         assert {path.name for path in adapter_path(name).iterdir()} == {
             "adapter_config.json",
             "adapter_model.safetensors",
+            *(of_stars if name == "stars" else ()),
         }
 
 
@@ -121,6 +125,12 @@ def test_adapters_use_the_options_promised() -> None:
     assert [name for name in TASK_NAMES if isinstance(configs[name]["target_modules"], str)] == ["rot13"]
     assert set(configs["upper"]["target_modules"]) == {"q_proj", "v_proj"}
     assert len({config["lora_alpha"] / config["r"] for config in configs.values()}) >= 4
+
+
+def test_the_adapters_of_other_kinds() -> None:
+    assert adapter_config("reverse-dora")["use_dora"]
+    assert adapter_config("upper-ia3")["peft_type"] == "IA3"
+    assert adapter_config("stars")["trainable_token_indices"] == {"embed_tokens": [107]}
 
 
 def test_tensors_agree_with_the_options() -> None:
