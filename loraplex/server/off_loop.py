@@ -53,10 +53,13 @@ class OffLoop:
         self._short = _Lane(num_threads)
         self._long = _Lane(num_threads)
 
-    async def run(self, client: str, work: Callable[[], T], num_bytes: int) -> T:
-        """The result of `work`, which holds `num_bytes` of the client's. Raises ApiError when too many bytes wait."""
+    async def run(self, client: str, work: Callable[[], T], num_bytes: int, *, is_next: bool = False) -> T:
+        """The result of `work`, which holds `num_bytes` of the client's. Raises ApiError when too many bytes wait.
+
+        is_next: before what else the client waits for: it frees more memory than that.
+        """
         lane = self._short if num_bytes <= SHORT_BYTES else self._long
-        return await lane.run(client, work, num_bytes)
+        return await lane.run(client, work, num_bytes, is_next)
 
 
 class _Lane:
@@ -77,12 +80,16 @@ class _Lane:
         self._now = 0
         self._end_tags: OrderedDict[str, int] = OrderedDict()
 
-    async def run(self, client: str, work: Callable[[], T], num_bytes: int) -> T:
+    async def run(self, client: str, work: Callable[[], T], num_bytes: int, is_next: bool) -> T:
         num_bytes = max(num_bytes, _LEAST_BYTES)
         self._check_room(client, num_bytes)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         jobs = self._waiting.setdefault(client, deque())
-        jobs.append(_Job(work, num_bytes, self._end_tag(client, num_bytes), done))
+        end_tag = self._end_tag(client, num_bytes)  # of its last job, whichever that is
+        if is_next and jobs:
+            jobs.appendleft(_Job(work, num_bytes, jobs[0].end_tag, done))
+        else:
+            jobs.append(_Job(work, num_bytes, end_tag, done))
         self._waiting_bytes[client] += num_bytes
         if len(jobs) == 1:
             self._enter(client)

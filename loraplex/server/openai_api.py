@@ -115,6 +115,7 @@ class OpenAIRoutes:
             size = body.n * sum(prompt.size for prompt in prompts)
             _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
         wanted = [(prompt, targets[each], params[each]) for prompt, each in zip(prompts, adapters, strict=True)]
+        body = body.without_bulk()
         generation = self._generation("cmpl", request, body, wanted, arrived_s)
         return await self._respond(request, generation, CompletionRenderer(body, generation), body.stream)
 
@@ -135,6 +136,7 @@ class OpenAIRoutes:
         context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
         if body.return_token_ids and body.stream:
             _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
+        body = body.without_bulk()
         generation = self._generation("chatcmpl", request, body, [(prompt, target, params)], arrived_s)
         return await self._respond(request, generation, ChatRenderer(body, generation), body.stream)
 

@@ -101,7 +101,7 @@ class PromptEncoder:
         has_more = chat.tools or chat.documents or chat.chat_template_kwargs or text.renders_apart
         is_long = has_more or len(chat.messages) > 64 or any(message.tool_calls for message in chat.messages)
         render = functools.partial(_rendered, chat, text)
-        words = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client)
+        words = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client, True)
         max_ids = max_ids or self._model_info.max_model_len
         return await self._encoded(words, text, chat.add_special_tokens, "messages", max_ids, client)
 
@@ -149,8 +149,10 @@ class PromptEncoder:
                     param=field,
                 )
 
-    async def _run(self, work: Callable[[], T], num_chars: int, client: str) -> T:
-        return work() if num_chars <= LONG_TEXT_CHARS else await self._off_loop.run(client, work, num_chars)
+    async def _run(self, work: Callable[[], T], num_chars: int, client: str, is_next: bool = False) -> T:
+        if num_chars <= LONG_TEXT_CHARS:
+            return work()
+        return await self._off_loop.run(client, work, num_chars, is_next=is_next)
 
     def check(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
@@ -42,6 +42,12 @@ class RequestModel(BaseModel):
     """Names that other servers have for fields of this model."""
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = ()
     """What the validators say about several fields at a time, as JSON schemas."""
+    bulk: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are not needed once the prompt and the sampling parameters are made."""
+
+    def without_bulk(self) -> Self:
+        """To keep until the answer is written: an object of JSON takes up to 50 times its bytes of memory."""
+        return self.model_copy(update=dict.fromkeys(self.bulk))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

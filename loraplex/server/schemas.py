@@ -318,6 +318,9 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
+_BULK_OF_SAMPLING = frozenset({"logit_bias", "stop", "stop_token_ids", "metadata", "merged_adapters"})
+
+
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. `lora_path` (SGLang) names an adapter for all prompts, or one (null: the base) each."""
 
@@ -330,6 +333,7 @@ class CompletionRequest(SamplingFields):
     lora_path: NameOrNames | None = None
 
     limits: ClassVar[BodyLimits] = COMPLETION_LIMITS
+    bulk: ClassVar[frozenset[str]] = _BULK_OF_SAMPLING | {"prompt", "lora_path"}
     aliases: ClassVar[Mapping[str, str]] = {
         **SamplingFields.aliases,
         "inputs": "prompt",
@@ -479,6 +483,13 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     lora_path: Label | None = None
 
     limits: ClassVar[BodyLimits] = CHAT_LIMITS
+    bulk: ClassVar[frozenset[str]] = _BULK_OF_SAMPLING | {
+        "messages",
+        "tools",
+        "documents",
+        "chat_template_kwargs",
+        "tool_choice",
+    }
     aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "prompt": "messages", "inputs": "messages"}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.neutral,

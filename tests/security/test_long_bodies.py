@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import Request
 
 from loraplex.errors import PromptTooLongError
-from loraplex.server import body
+from loraplex.server import ServerConfig, body, create_app
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS
 from loraplex.server.body import MAX_LONG_NUMBERS, check_num_values
 from loraplex.server.off_loop import SHORT_BYTES, OffLoop, client_of
 from loraplex.server.prompts import MAX_CHARS_OF_PROMPTS, PIECE_CHARS, PromptEncoder
-from loraplex.testing import FakeTokenizer
+from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from loraplex.testing import FakeAsyncEngine, FakeTokenizer
 from loraplex.testing.fake_engine import FakeModelInfo, FakeText
 
 LONG = 2**24
@@ -120,9 +123,9 @@ class CountingOffLoop(OffLoop):
         super().__init__(2)
         self.sizes: list[int] = []
 
-    async def run(self, client: str, work: Callable[[], Any], num_bytes: int) -> Any:
+    async def run(self, client: str, work: Callable[[], Any], num_bytes: int, *, is_next: bool = False) -> Any:
         self.sizes.append(num_bytes)
-        return await super().run(client, work, num_bytes)
+        return await super().run(client, work, num_bytes, is_next=is_next)
 
 
 class Encoder:
@@ -252,3 +255,25 @@ def test_no_slice_is_longer_than_a_mebibyte(unit: bytes) -> None:
     assert b"".join(parts) == text
     assert max(map(len, parts)) <= 2**20
     assert len(parts) < 10
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+async def test_what_a_prompt_was_made_of_does_not_wait_for_the_answer(kind: type[SamplingFields]) -> None:
+    """500 chats with 160 KB of empty objects in `tools` were 3 GB for as long as they waited."""
+    engine = FakeAsyncEngine()
+    engine.hold()
+    app = create_app(engine, ServerConfig())
+    fields: dict[str, Any] = {"model": "base", "max_tokens": 1, "metadata": {"a": "b"}, "stop": ["x"]}
+    path, own = "/v1/completions", {"prompt": "hi"}
+    if kind is ChatCompletionRequest:
+        messages = [{"role": "user", "content": "hi"}]
+        path, own = "/v1/chat/completions", {"messages": messages, "tools": [{"a": {}}], "tool_choice": "none"}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        asking = asyncio.ensure_future(client.post(path, json=fields | own))
+        while not engine.num_running:
+            await asyncio.sleep(0)
+        (kept,) = [each for each in gc.get_objects() if type(each) is kind]
+        assert {name for name in (*own, "metadata", "stop") if getattr(kept, name) is not None} == set()
+        engine.resume()
+        assert (await asking).status_code == 200

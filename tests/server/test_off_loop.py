@@ -82,6 +82,19 @@ async def test_a_cancelled_caller_leaves_the_queue() -> None:
     assert bench.begun == ["a0", "a2"]
 
 
+async def test_what_frees_memory_comes_next_of_its_client_and_not_before_others() -> None:
+    bench, off_loop = Bench(), OffLoop(num_threads=1)
+    tasks = [asyncio.ensure_future(off_loop.run("a", bench.work(f"a{index}"), 10)) for index in range(3)]
+    tasks.append(asyncio.ensure_future(off_loop.run("b", bench.work("b"), 10)))
+    await bench.until_begun(1)
+    tasks.append(asyncio.ensure_future(off_loop.run("a", bench.work("render"), 10, is_next=True)))
+    await asyncio.sleep(0)
+    bench.end(len(tasks))
+    await asyncio.gather(*tasks)
+    assert [name for name in bench.begun if name != "b"] == ["a0", "render", "a1", "a2"]
+    assert bench.begun.index("b") <= 2
+
+
 async def test_errors_are_the_callers() -> None:
     off_loop = OffLoop(num_threads=2)
     with pytest.raises(ZeroDivisionError):
