@@ -89,7 +89,7 @@ KIND_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "LoHa": ("LoHaConfig", {"r": 2, "alpha": 4, "target_modules": list(TARGET_MODULES)}),
     "LoKr": ("LoKrConfig", {"r": 2, "alpha": 4, "target_modules": list(TARGET_MODULES), "decompose_both": True}),
-    "VeRA": ("VeraConfig", {"r": 32, "target_modules": list(TARGET_MODULES)}),
+    "VeRA": ("VeraConfig", {"r": 8, "target_modules": list(TARGET_MODULES)}),
     "LoKr of a full factor": ("LoKrConfig", {"r": 64, "alpha": 16, "target_modules": ["q_proj"]}),
 }
 """Class of the configuration and its arguments, for each kind of adapter beside plain LoRA."""

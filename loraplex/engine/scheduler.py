@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from loraplex.core import (
     BlockAllocator,
@@ -33,6 +32,7 @@ from loraplex.core import (
     WaitsFor,
     has_content,
 )
+from loraplex.engine.adapter_turns import AdapterTurns
 from loraplex.engine.schedule_plan import (
     RequestState,
     RequestStatus,
@@ -495,116 +495,3 @@ def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
 
 def _runs_on(request: Request, adapter_id: int) -> bool:
     return request.adapter_id == adapter_id or (bool(request.mix) and adapter_id in request.adapter_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """An adapter's time on the device: since when requests run on it, and the request that brought it there."""
-
-    since_step: int
-    opener: RequestState
-
-
-class AdapterTurns:
-    """Whose turn it is on the device: the request that is furthest behind runs, and no request waits very much longer
-    than the others.
-
-        lag of a request := steps since it came - half of the steps that ran it
-
-    When a request lacks room, and leads the running requests of each adapter in its way by `aging_steps / 32` steps of
-    lag, these are paused: they give up their adapter, keep their KV, and go on when they are furthest behind
-    themselves. Running requests count as if they lagged by less than `aging_steps`, so a request that waited so long
-    leads. An adapter that got in has its turn: it is left alone for `aging_steps / 16` steps, and until the request
-    that brought it in has ended or got as many tokens (a prompt whose KV is needed elsewhere would otherwise be
-    computed again and again).
-
-    Simulated for equal requests, six adapters over room for three (docs/performance.md): waiting for the end of running
-    requests gives P99 / median 2.2, first come first served with pauses 2.0, this rule 1.8 with the lowest P99 of the
-    three. Steps spent waiting alone, without the half, shorten the tail no further and lengthen the median.
-
-    Counted in steps; the scheduler says which step it is, and which requests run and wait. `residency` is None in an
-    engine without LoRA.
-    """
-
-    def __init__(self, residency: ResidencyView | None, aging_steps: int) -> None:
-        self._residency = residency
-        self._aging_steps = aging_steps
-        self._lead = max(1, aging_steps // 32)
-        self._shortest = aging_steps // 16
-        self._turns: dict[int, _Turn] = {}
-        self._called: list[RequestState] = []  # others were paused for these, which do not run yet; the first first
-        self.step_id = 0
-
-    @property
-    def adapter_ids(self) -> set[int]:
-        """Adapters that have a turn now."""
-        return set(self._turns)
-
-    def begin(self, state: RequestState) -> None:
-        """A request runs; the first one of its adapter opens the turn."""
-        if state in self._called:
-            self._called.remove(state)
-        for adapter_id in state.request.adapter_ids:
-            self._turns.setdefault(adapter_id, _Turn(self.step_id, state))
-
-    def end(self, adapter_id: int) -> None:
-        """No request of the adapter runs any more."""
-        del self._turns[adapter_id]
-
-    def is_called(self, state: RequestState) -> bool:
-        """Whether others were paused for it, and it does not run yet."""
-        return state in self._called
-
-    def queue(self, waiting: Sequence[RequestState]) -> list[RequestState]:
-        """The order of admission: those that others were paused for, so that they get the room, then by arrival."""
-        self._called = [state for state in self._called if state in waiting]
-        return self._called + [state for state in waiting if state not in self._called]
-
-    def call(self, waiting: Sequence[RequestState], running: Sequence[RequestState]) -> list[RequestState]:
-        """The requests that `to_pause` names, for the one that is furthest behind; it goes first from now on."""
-        paused = self.to_pause(waiting, running)
-        if paused and (caller := self._next(waiting)) not in self._called:
-            self._called.append(caller)
-        return paused
-
-    def to_pause(self, waiting: Sequence[RequestState], running: Sequence[RequestState]) -> list[RequestState]:
-        """Running requests in the way of the one that lacks room and is furthest behind, if it leads them all and each
-        had its turn."""
-        if not any(state.waits_for is WaitsFor.ROOM for state in waiting):
-            return []
-        lag_of: dict[int, int] = {}  # of the request of an adapter that is furthest behind
-        for state in running:
-            for adapter_id in state.request.adapter_ids:
-                lag_of[adapter_id] = max(lag_of.get(adapter_id, 0), self._lag(state))
-        caller = self._next(waiting)
-        victims = self._victims_for(caller, sorted(lag_of, key=lag_of.__getitem__))
-        if all(self._may_end(adapter_id, lag, caller) for adapter_id, lag in lag_of.items() if adapter_id in victims):
-            return [state for state in running if not victims.isdisjoint(state.request.adapter_ids)]
-        return []
-
-    def _next(self, waiting: Iterable[RequestState]) -> RequestState:
-        """Who lacks room and is furthest behind. Beyond `aging_steps` lags are equal, and who waits longest is next."""
-
-        def urgency(state: RequestState) -> tuple[int, int]:
-            assert state.waits_since_step is not None
-            return min(self._lag(state), self._aging_steps), self.step_id - state.waits_since_step
-
-        return max((state for state in waiting if state.waits_for is WaitsFor.ROOM), key=urgency)
-
-    def _lag(self, state: RequestState) -> int:
-        return self.step_id - state.arrival_step - state.num_steps_run // 2
-
-    def _may_end(self, adapter_id: int, lag: int, caller: RequestState) -> bool:
-        turn = self._turns[adapter_id]
-        opener = turn.opener
-        num_new_tokens = len(opener.token_ids) - opener.num_tokens_admitted
-        is_served = opener.status is not RequestStatus.RUNNING or num_new_tokens >= max(1, self._shortest)
-        has_had_turn = is_served and self.step_id - turn.since_step >= self._shortest
-        return has_had_turn and self._lag(caller) >= min(lag, self._aging_steps - self._lead) + self._lead
-
-    def _victims_for(self, state: RequestState, adapter_ids: Sequence[int]) -> frozenset[int]:
-        assert self._residency is not None
-        assert state.request.adapter_id is not None
-        if state.request.mix:
-            return frozenset(self._residency.victims_for_mix(state.request.adapter_ids, adapter_ids))
-        return frozenset(self._residency.victims_for(state.request.adapter_id, adapter_ids))

@@ -148,7 +148,6 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         for incoming in tuple(self._held):
             if incoming is not self._running:  # it never began to run
                 self._release(incoming)
-                self._drop_body(incoming)
         self.server_connections.set_busy(self)
         if self.slot is not None:
             self.slot.release()
@@ -308,7 +307,8 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             self._cut(incoming)
         finally:
             self._release(incoming)
-            self._drop_body(incoming)
+            if incoming.cycle is not None:
+                incoming.cycle.body = bytearray()  # what the request left of it counts no longer
 
     async def _receive_message(self, receive: Receive) -> Message:
         message = await receive()
@@ -381,11 +381,6 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         self._held.discard(incoming)
         incoming.num_held = incoming.num_waiting = 0
         incoming.is_over = True
-
-    def _drop_body(self, incoming: _Incoming) -> None:
-        """What its request left of it: it counts no longer."""
-        if incoming.cycle is not None:
-            incoming.cycle.body = bytearray()
 
     def on_body(self, body: bytes) -> None:
         self._is_stuck = False

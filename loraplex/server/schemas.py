@@ -353,7 +353,7 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
-            raise unsupported("best_of", f"best_of={self.best_of} with n={self.n} is not supported: remove it")
+            raise unsupported("best_of", f"best_of={shown(self.best_of)} with n={self.n} is not supported: remove it")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("max_tokens must be at least 1, got 0 (0 is for echo=true)", param="max_tokens")
         return self

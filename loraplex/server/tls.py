@@ -20,6 +20,9 @@ from loraplex.server.pacing import PacedFlow, SmallReads, TimeSlices
 
 KEY_PASSWORD = "LORAPLEX_SSL_KEYFILE_PASSWORD"
 
+SHUTDOWN_TIMEOUT_S = 5
+"""How long a closed connection waits for its client to read the rest, and to say goodbye."""
+
 FED_BYTES = 1024
 """At a time, of one connection: at most 45 records."""
 
@@ -80,6 +83,7 @@ class PacedTls(SmallReads):
             self.handshake,
             server_side=True,
             ssl_handshake_timeout=handshake_timeout_s,  # type: ignore[arg-type]
+            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
         self._slices, self.read_buffer = slices, read_buffer
         self._on_failed = on_failed
@@ -88,6 +92,7 @@ class PacedTls(SmallReads):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=1, low=0)  # paused means: the client has not read all of it
         self._flow = PacedFlow(self._transport)
         self._layer.connection_made(_Below(self._transport, self._flow))
 
@@ -97,6 +102,12 @@ class PacedTls(SmallReads):
         if not is_behind:
             self._slices.run(self._feed, is_short=len(data) <= FED_BYTES)
             self._flow.set_behind(bool(self._unfed))
+
+    def pause_writing(self) -> None:
+        self._layer.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._layer.resume_writing()
 
     def eof_received(self) -> bool:
         self._is_ended = True
@@ -131,9 +142,19 @@ class PacedTls(SmallReads):
 
 
 class _Layer(SSLProtocol):
-    """asyncio's, with buffers of one record: its own have 256 KiB for each connection."""
+    """asyncio's, with buffers of one record: its own have 256 KiB for each connection.
+
+    What the transport below has not sent counts as unsent here, too: else a client that reads nothing would be sent
+    everything.
+    """
 
     max_size = 2**14
+
+    def _get_write_buffer_size(self) -> int:
+        layer: Any = super()
+        below: Any = self._transport
+        unsent: int = layer._get_write_buffer_size()
+        return unsent if below is None else unsent + below.get_write_buffer_size()
 
 
 class _Below:

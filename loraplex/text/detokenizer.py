@@ -21,6 +21,9 @@ from loraplex.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 6
 _MAX_UNFINISHED_TOKENS = 16
+_MAX_RUN_TOKENS = 256
+"""Of byte tokens: what a request has held at its end is decoded in one call, for all its completions at once."""
+
 _REPLACEMENT = "\ufffd"
 
 
@@ -54,7 +57,8 @@ class _ByteStream:
 class _WindowStream:
     """Every other tokenizer: the difference between decoding a few tokens with and without the new ones.
 
-    A run of byte tokens (`<0x..>`) has no text before it ends: one invalid byte turns all of it into U+FFFD.
+    A run of byte tokens (`<0x..>`) has no text before it ends: one invalid byte turns all of it into U+FFFD. A run of
+    _MAX_RUN_TOKENS is taken as ended at its last whole character.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skipped: frozenset[int]) -> None:
@@ -68,7 +72,19 @@ class _WindowStream:
         if token_id in self._skipped or not tokenizer.has_token(token_id):
             return ""
         self._held.append(token_id)
-        return "" if tokenizer.is_byte_token(token_id) else self._settle(is_last=False)
+        if not tokenizer.is_byte_token(token_id):
+            return self._settle(is_last=False)
+        return "" if len(self._held) < _MAX_RUN_TOKENS else self._settle_run()
+
+    def _settle_run(self) -> str:
+        num_begun = _num_begun(b"".join(map(self._tokenizer.token_bytes, self._held[-3:])))
+        border = len(self._held) - num_begun
+        begun, self._held = self._held[border:], self._held[:border]
+        text = self._settle(is_last=True)
+        while 0x80 <= self._tokenizer.token_bytes(self._context[0])[0] < 0xC0 and len(self._context) > 1:
+            del self._context[0]  # it begins with a whole character: else the rest of the run would seem invalid
+        self._held = begun
+        return text
 
     def flush(self) -> str:
         return self._settle(is_last=True) if self._held else ""
@@ -82,6 +98,15 @@ class _WindowStream:
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)
         self._context, self._held = tokens[-_CONTEXT_TOKENS:], []
         return text[_common_length(before, text) :]
+
+
+def _num_begun(end: bytes) -> int:
+    """Bytes at the end of a text that begin a character of UTF-8 and do not finish it. end: its last three or more."""
+    for num_bytes in (1, 2, 3):
+        lead = end[-num_bytes]
+        if lead >= 0xC0:
+            return num_bytes if num_bytes < (2 if lead < 0xE0 else 3 if lead < 0xF0 else 4) else 0
+    return 0
 
 
 def _common_length(left: str, right: str) -> int:

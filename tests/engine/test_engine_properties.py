@@ -394,6 +394,7 @@ class EngineMachine(RuleBasedStateMachine):
             if not driver.engine.adapters.report().num_loading:
                 break
             driver.engine.adapters.wait_for_change(0.05)
+        driver.step()  # tells the KV cache of contents that went with such a load
         stats = driver.engine.adapters.report()
         assert (stats.num_adapters, stats.num_loading, stats.retiring_bytes, stats.pinned_bytes) == (0, 0, 0, 0)
         assert stats.tier("device").used_bytes == stats.tier("host").used_bytes == self.pool.used_bytes == 0

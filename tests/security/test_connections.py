@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,8 +239,21 @@ def test_a_client_that_reads_slowly_gets_all_of_it(serve: Serve) -> None:
     assert server.connections.refused == {}
 
 
-def resident(kind: type) -> list[Any]:
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]  # isinstance asks objects, too
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> dict[type, weakref.WeakSet[Any]]:
+    """Connections, and their requests, that are in memory."""
+    found: dict[type, weakref.WeakSet[Any]] = {}
+    for kind in (BoundedHttpProtocol, RequestResponseCycle):
+        monkeypatch.setattr(kind, "__init__", noting(kind.__init__, found.setdefault(kind, weakref.WeakSet())))
+    return found
+
+
+def noting(begin: Callable[..., None], alive: weakref.WeakSet[Any]) -> Callable[..., None]:
+    def noted(self: Any, *arguments: Any, **named: Any) -> None:
+        alive.add(self)
+        begin(self, *arguments, **named)
+
+    return noted
 
 
 @ON_BOTH_LOOPS
@@ -254,33 +268,32 @@ def resident(kind: type) -> list[Any]:
     ids=["read", "refused", "cut off", "answered"],
 )
 @pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
-def test_a_lost_connection_is_freed_without_a_collection(serve: Serve, data: bytes, is_reset: bool) -> None:
+def test_a_lost_connection_is_freed_without_a_collection(
+    serve: Serve, data: bytes, is_reset: bool, alive: dict[type, weakref.WeakSet[Any]]
+) -> None:
     """After a reset the timer of its keep-alive kept it, with its last body, and then a cycle: 500 MB in 30 s."""
     server = serve()
-    gc.collect()
-    gc.disable()  # one that looks at what lived some seconds is rare
+    gc.disable()  # a collection that looks at what lived some seconds is rare
     try:
-        before = len(resident(BoundedHttpProtocol))
         socks = [connect(server, data) for _ in range(8)]
-        until(lambda: len(resident(BoundedHttpProtocol)) == before + 8)
+        until(lambda: len(alive[BoundedHttpProtocol]) == 8)
         time.sleep(0.2)
         for sock in socks:
             if is_reset:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
-        until(lambda: len(resident(BoundedHttpProtocol)) == before)
-        until(lambda: not resident(RequestResponseCycle))
+        until(lambda: not alive[BoundedHttpProtocol] and not alive[RequestResponseCycle])
     finally:
         gc.enable()
 
 
-def test_a_body_is_let_go_with_its_answer(serve: Serve) -> None:
+def test_a_body_is_let_go_with_its_answer(serve: Serve, alive: dict[type, weakref.WeakSet[Any]]) -> None:
     """The connection stays: 60 KB of each that was refused before its body was read stayed, too."""
     server = serve(api_keys=("key",), admin_api_keys=("admin",))
     head = POST.replace(b"/v1/completions", b"/v1/load_lora_adapter") + b"Authorization: Bearer key\r\n"
     with connect(server, head + b"Content-Length: 60000\r\n\r\n" + b"x" * 60_000) as sock:
         assert b" 403 " in sock.recv(2**16)
-        until(lambda: not any(len(cycle.body) for cycle in resident(RequestResponseCycle)))
+        until(lambda: not any(len(cycle.body) for cycle in alive[RequestResponseCycle]))
 
 
 def test_a_running_request_ends_with_its_client_though_another_waits_behind_it(serve: Serve) -> None:

@@ -184,9 +184,9 @@ def test_logits_of_a_prompt_that_is_scored_are_made_a_few_at_a_time(
     attacked.finish()
     compute, sizes = runner._model.compute_logits, []
 
-    def measured(hidden: torch.Tensor) -> torch.Tensor:
+    def measured(hidden: torch.Tensor, *segments: Any) -> torch.Tensor:
         sizes.append(len(hidden))
-        return compute(hidden)
+        return compute(hidden, *segments)
 
     monkeypatch.setattr(runner._model, "compute_logits", measured)
     monkeypatch.setattr("loraplex.engine.sampler._MAX_ELEMENTS", 8 * VOCAB_SIZE)

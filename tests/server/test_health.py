@@ -203,7 +203,7 @@ async def test_openapi_has_the_bodies(client: httpx.AsyncClient) -> None:
 async def test_every_route_is_in_the_docs(client: httpx.AsyncClient) -> None:
     text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     paths = (await client.get("/openapi.json")).json()["paths"]
-    endings = {path: path.replace("{model}", "{id}") for path in paths}
+    endings = {path: path.replace("{model}", "{id}").replace("{merge_id}", "{id}") for path in paths}
     short = ("/unpin", "/evict", "/preload")  # listed behind /pin
     missing = [path for path, shown in endings.items() if shown not in text and not path.endswith(short)]
     assert not missing

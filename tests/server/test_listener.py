@@ -14,9 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.server import ServerConfig
+from loraplex.server.http_protocol import PIECE_BYTES, BoundedHttpProtocol
 from loraplex.server.pacing import READ_BYTES, TimeSlices
 from loraplex.server.tls import FED_BYTES, KEY_PASSWORD, PacedTls, tls_context
 from loraplex.testing import FakeAsyncEngine
@@ -76,6 +78,52 @@ def test_requests_and_streams_over_tls(files: Path, live: LiveServer) -> None:
         assert client.post("/v1/completions", json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
 
 
+def connect(files: Path, server: LiveServer) -> ssl.SSLSocket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(20)
+    sock.connect(server.address)
+    return client_context(files).wrap_socket(sock, server_hostname="localhost")
+
+
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_answers_that_a_client_of_tls_does_not_read_are_bounded_and_end_in_time(
+    files: Path, loop_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer below had no flow control: 1,600 requests of 53 bytes without a key were 3 GB of answers."""
+    sizes = [0]
+    pause_writing = BoundedHttpProtocol.pause_writing
+
+    def measured(self: BoundedHttpProtocol) -> None:
+        sizes.append(self.transport.get_write_buffer_size())
+        pause_writing(self)
+
+    monkeypatch.setattr(BoundedHttpProtocol, "pause_writing", measured)
+    with LiveServer(FakeAsyncEngine(), settings(files, send_timeout_s=0.5), loop_factory) as server:
+        with connect(files, server) as sock:
+            sock.sendall(b"GET /docs/swagger-ui.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
+            end_s = time.monotonic() + 20
+            while not server.connections.refused and time.monotonic() < end_s:
+                time.sleep(0.01)
+        assert server.connections.refused == {"send_timeout": 1}
+    assert 0 < max(sizes) < 4 * PIECE_BYTES
+
+
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_client_of_tls_that_reads_slowly_gets_all_of_it(files: Path, loop_factory: Any) -> None:
+    with LiveServer(FakeAsyncEngine(), settings(files, send_timeout_s=0.3), loop_factory) as server:
+        with connect(files, server) as sock:
+            sock.sendall(b"GET /docs/swagger-ui.js HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            received = bytearray()
+            while data := sock.recv(2**14):
+                received += data
+                time.sleep(0.002)
+        head, _, body = bytes(received).partition(b"\r\n\r\n")
+        assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+        assert len(body) > 2**20
+        assert server.connections.refused == {}
+
+
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_old_versions_of_tls_are_refused(files: Path, live: LiveServer, version: ssl.TLSVersion) -> None:
@@ -113,6 +161,11 @@ class Wire(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += data
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def pause_reading(self) -> None:
         self.is_reading = False

@@ -40,7 +40,7 @@ STEPS: tuple[tuple[dict[str, int], dict[str, int]], ...] = (
 def add_gains(table: SlotTable, ops: KernelBackend, lora_slot: int, end: int) -> None:
     """An adapter with gains behind `end`: with A and B, without, and no such slice; input gains where they can be."""
     generator = torch.Generator().manual_seed(lora_slot)
-    for target in table.targets:
+    for target in filter(lambda target: target.is_linear, table.targets):
         ranks = (40,) if len(target.slices) == 1 else (0, 40, None)[: len(target.slices)]
         slices = list(make_weights(target, ranks, BF16, False, generator, True))
         if len(slices) == 1 and slices[0] is not None:
