@@ -31,7 +31,8 @@ from tests.server.sse import events
 REPOSITORY = Path(__file__).parents[2]
 BODY = {"model": "sql", "prompt": "hi", "stream": True, "max_tokens": 50}
 PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
 from loraplex.errors import ModelNotFoundError
 from loraplex.server import ServerConfig, run, run_server
 from loraplex.testing import FakeAsyncEngine

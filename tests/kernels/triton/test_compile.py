@@ -77,7 +77,7 @@ LIMIT_S = 1500
 RUNS = [(arch, options) for arch in MAX_SHARED_BYTES for options in (("--core",), ())]
 """Each kernel in each dtype, on sm_89 in bfloat16; all cases, which take minutes, with `-m grid`."""
 
-pytestmark = pytest.mark.timeout(LIMIT_S)
+pytestmark = [pytest.mark.timeout(LIMIT_S), pytest.mark.compile]
 
 
 @dataclass(frozen=True)
