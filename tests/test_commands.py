@@ -200,6 +200,8 @@ def page_server() -> list[str]:
         "--served-model-name",
         "base",
         *SMALL,
+        "--adapter-output-dir",
+        "made",
         "--lora-modules",
         *adapters,
     ]

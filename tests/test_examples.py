@@ -25,7 +25,7 @@ SAYS = {
         "after the rollback:     GOOD MORNING",
     ],
     "custom_eviction_policy.py": ["lru                24 promotions", "most_recent_first  16 promotions"],
-    "load_test.py": ["40 requests in", "of 8 adapters on the device"],
+    "load_test.py": ["40 requests in", "of 11 adapters on the device"],
 }
 ARGUMENTS = {"load_test.py": ["--clients", "4", "--requests", "40"]}
 
