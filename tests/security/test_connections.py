@@ -283,6 +283,7 @@ def test_a_lost_connection_is_freed_without_a_collection(
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
         until(lambda: not alive[BoundedHttpProtocol] and not alive[RequestResponseCycle])
+        assert server.connections.num_open == 0
     finally:
         gc.enable()
 

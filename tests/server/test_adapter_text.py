@@ -90,9 +90,11 @@ async def test_a_default_length_does_not_refuse_a_prompt_that_fits(
     client: AsyncClient, engine: FakeAsyncEngine
 ) -> None:
     prompt = "x" * (engine.model_info.max_model_len - 10)
-    await post(client, "/v1/completions", model="own", prompt=prompt)
-    await post(client, "/v1/completions", 400, model="own", prompt=prompt, max_tokens=40)
-    await post(client, "/v1/completions", 400, model="plain", prompt=prompt)
+    reply = await post(client, "/v1/completions", model="own", prompt=prompt)
+    assert reply["choices"][0]["finish_reason"] == "length"
+    for refused in ({"model": "own", "max_tokens": 40}, {"model": "plain"}):
+        reply = await post(client, "/v1/completions", 400, prompt=prompt, **refused)
+        assert "maximum context length" in reply["error"]["message"]
 
 
 async def test_token_ids_are_checked_against_the_vocabulary_of_the_adapter(client: AsyncClient) -> None:

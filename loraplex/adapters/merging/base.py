@@ -43,7 +43,15 @@ class MergedAdapter:
         if digest not in (None, model.adapter_digest):
             raise AdapterContentChangedError(f"adapter {name!r} has changed since the server started; start it again")
         biased = {part.module_name for target in targets for part in target.slices if part.has_bias}
-        reasons = [reason for layer in model for reason in _unmergeable(layer, layer.module_name in biased)]
+        linears = {part.module_name for target in targets if target.is_linear for part in target.slices}
+        reasons = [
+            f"{layer.module_name}: only linears of decoder layers are merged; serve the adapter unmerged"
+            for layer in model
+            if layer.module_name not in linears
+        ]
+        if model.vocab_size is not None:
+            reasons.append("it has a vocabulary of its own, which the base's cannot become; serve the adapter unmerged")
+        reasons += [reason for layer in model for reason in _unmergeable(layer, layer.module_name in biased)]
         if reasons:
             raise AdapterValidationError.from_reasons(name, reasons)
         return cls(name, model.layers, model.adapter_digest)

@@ -15,7 +15,7 @@ from typing import Any
 from loraplex.adapters.conversion import cost_of, file_widths
 from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import TensorName, parse_tensor_name, unused_reasons
+from loraplex.adapters.kinds import OWN_PARTS, Kind, TensorName, parse_tensor_name, unused_reasons
 from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.tensors import WeightFile
@@ -67,6 +67,10 @@ class Outline:
         if unknown:
             raise AdapterValidationError.from_reasons(origin.name, unknown)
         entries = {name: entry for name, entry in named if name is not None}
+        if helper.kind is Kind.VERA or any(_is_own(name) for name in entries):
+            what = "VeRA's shared A and B" if helper.kind is Kind.VERA else "an embedding or whole weights of its own"
+            text = f"it has {what}, which no merge or export can say yet; serve it as it is"
+            raise AdapterValidationError.from_reasons(origin.name, [text])
         return cls(origin, document, helper, entries, _shapes(helper, entries))
 
     def model(self, limits: LoRAConfig) -> LoRAModel:
@@ -85,6 +89,10 @@ class Outline:
             LoraTarget(module, 0, width, width, (LoraSlice(module, 0, height, height, module in biased),))
             for module, (_, width, height) in self.shapes.items()
         )
+
+
+def _is_own(name: TensorName) -> bool:
+    return name.part in OWN_PARTS or name.module.endswith("embed_tokens")
 
 
 def _shapes(helper: PEFTHelper, entries: Mapping[TensorName, TensorEntry]) -> dict[str, tuple[int, int, int]]:
