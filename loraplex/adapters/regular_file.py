@@ -168,3 +168,12 @@ def check_size(nbytes: int, max_bytes: int, adapter: str) -> None:
 def _stamp_of(fd: int) -> Stamp:
     status = os.fstat(fd)
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

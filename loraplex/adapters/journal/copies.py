@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from loraplex.adapters.journal.state_directory import FILE_MODE
+from loraplex.adapters.regular_file import sync_path
 
 NUM_NEWEST = 3
 NUM_DAYS = 7
@@ -41,9 +42,9 @@ class JournalCopies:
         with closing(sqlite3.connect(unfinished)) as target:
             source.backup(target)
             target.execute("PRAGMA journal_mode=DELETE")
-        _sync(unfinished)
+        sync_path(unfinished)
         unfinished.rename(file)
-        _sync(self._folder)
+        sync_path(self._folder)
         self._prune()
         return file
 
@@ -63,11 +64,3 @@ def time_of(copy: Path) -> str:
 
 def _day(copy: Path) -> str:
     return copy.name[: len("journal-20261122")]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

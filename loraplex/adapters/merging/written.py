@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME
 from loraplex.adapters.kinds import PREFIX
+from loraplex.adapters.regular_file import sync_path
 from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterPathNotFoundError, LoraplexError
 
 PART_PREFIX = ".making-"
@@ -124,20 +125,12 @@ def _write(made: MadeAdapter, folder: Path) -> None:
         (part / CONFIG_NAME).write_text(json.dumps(made.config, indent=2) + "\n")
         save_file(dict(made.tensors), part / SAFETENSORS_NAME, {"format": "pt", "made_of": made.origin})
         for path in (part / CONFIG_NAME, part / SAFETENSORS_NAME, part):
-            _sync(path)
+            sync_path(path)
         part.rename(folder)
-        _sync(folder.parent)
+        sync_path(folder.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove_abandoned(folder: Path) -> None:
