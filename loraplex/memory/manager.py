@@ -302,12 +302,14 @@ class LoRAModelManager:
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             was_pinned = adapter.set_pinned(False)
+            self._residency.await_loan_locked(adapter.weights)
             return self._residency.demote_locked(adapter.weights) or was_pinned
 
     def evict_adapter(self, adapter_id: int) -> bool:
         """One tier down: device to host, or host to source. False when it is in use, pinned, loading, or in no tier."""
         with self._residency.held():
             weights = self._residency.adapter_locked(adapter_id).weights
+            self._residency.await_loan_locked(weights)
             if self._residency.demote_locked(weights):
                 return True
             if weights.host is None or not weights.is_idle:

@@ -139,17 +139,18 @@ class AdapterHealth:
         with self._residents.held():
             found = next(filter(is_meant, self._residents.contents_locked().values()), None)
             adapter = None if found is None else next(iter(found.adapters.values()))
-            if adapter is not None:
+            if found is not None and adapter is not None:
                 adapter.count_running(1)
+                found.is_lent = True
         try:
             if found is None or found.lora_slot is None:
                 yield None
             else:
                 yield found.digest, found.lora_slot
         finally:
-            if adapter is not None:
+            if found is not None and adapter is not None:
                 with self._residents.held():
-                    self._residents.release_locked(adapter)
+                    self._residents.end_loan_locked(adapter)
 
     def _is_lendable(self, weights: StoredWeights, is_wanted: Callable[[str], bool]) -> bool:
         is_there = weights.is_on_device and weights.is_at_rest and bool(weights.adapters) and weights.num_running == 0

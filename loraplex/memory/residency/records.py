@@ -133,6 +133,7 @@ class StoredWeights:
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.
+    is_lent: one of `num_running` is a diagnosis, which is soon over.
     wanted_in_pass: the last scheduling pass in which a request asked and did not get it.
     fault: requests run on what is not to be used, and are to end with this error.
     checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
@@ -156,6 +157,7 @@ class StoredWeights:
     num_running: int = 0
     num_pinned: int = 0
     num_readers: int = 0
+    is_lent: bool = False
     job: LoadJob | None = None
     failure: LoadJob | None = None
     failed_job: LoadJob | None = None

@@ -388,6 +388,17 @@ class WeightStore:
         self.leave_device_locked(weights)
         return True
 
+    def await_loan_locked(self, weights: StoredWeights) -> None:
+        """Until no diagnosis runs on it: a verb of another thread does not take that for a request."""
+        while weights.is_lent and weights.num_running == 1:
+            self.wait_locked()
+
+    def end_loan_locked(self, adapter: StoredAdapter) -> None:
+        """The diagnosis is over that `is_lent` told of."""
+        adapter.weights.is_lent = False
+        self._lock.notify_all()
+        self.release_locked(adapter)
+
     def move_locked(self, weights: StoredWeights, tier: Tier, index: int, target: Extent) -> None:
         """Its extent number `index` lies in `target` from now on, the bytes too; the old place comes free."""
         place, layout, pool = self.tiers.place_of(weights, tier), weights.layout, self.tiers.pool_of(tier)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -185,7 +186,11 @@ def test_what_is_borrowed_stays_on_the_device_and_counts_as_no_use(rig: Rig) -> 
     hits = rig.manager._log.counters.num_hits
     with rig.manager.health.borrowed(lambda digest: True) as borrowed:
         assert borrowed == ("d1", 0)
-        assert not rig.manager.evict_adapter(1)
+        evicted = ThreadPoolExecutor(1).submit(rig.manager.evict_adapter, 1)
+        with pytest.raises(TimeoutError):
+            evicted.result(0.05)
+        assert rig.tier_of(1) == "device"
+    assert evicted.result(10), "the loan is no request: the verb waited for its end"
     with rig.manager.health.borrowed(lambda digest: False) as borrowed:
         assert borrowed is None
     assert rig.manager._log.counters.num_hits == hits
