@@ -47,6 +47,7 @@ SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 TOKEN_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
 MAX_SMALL_BYTES = 2**21
 MAX_TEMPLATE_BYTES = 2**17
+MAX_TEMPLATES, MAX_TEMPLATE_NAME_CHARS = 16, 64
 MAX_BASE_SIZES = 4
 """How many times the base's tokenizer.json the adapter's may be: a later version of the library writes it longer."""
 
@@ -127,16 +128,9 @@ class AdapterTexts:
             document |= self._own_tokens(files, is_copy, config)
         templates = _templates(template, config)
         if templates and templates != base.chat_templates:
-            for name, source in templates.items():
-                self._check_template(name, source)
+            self._templates.check(templates)
             document["chat_templates"] = templates
         return document
-
-    def _check_template(self, name: str, source: str) -> None:
-        try:
-            self._templates.check(source)
-        except InvalidRequestError as error:
-            raise ValueError(f"chat template {shown(name)}: {error}") from error
 
     def _own_tokens(
         self, files: Mapping[str, bytes], is_copy: Mapping[str, bool], config: dict[str, Json]
@@ -330,6 +324,11 @@ def _templates(template: bytes | None, config: Mapping[str, Json]) -> dict[str, 
             raise ValueError(f"{TEMPLATE} is not UTF-8: {error}") from error
     stated = config.get("chat_template")
     templates = named_templates(stated, Path(TOKENIZER_CONFIG)) if stated else {}
+    if len(templates) > MAX_TEMPLATES or max(map(len, templates), default=0) > MAX_TEMPLATE_NAME_CHARS:
+        raise ValueError(
+            f"{TOKENIZER_CONFIG}: chat_template has more than {MAX_TEMPLATES} templates, or a name of more than "
+            f"{MAX_TEMPLATE_NAME_CHARS} characters"
+        )
     if sum(map(len, templates.values())) > MAX_TEMPLATE_BYTES:
         raise ValueError(f"{TOKENIZER_CONFIG}: chat_template has more than {MAX_TEMPLATE_BYTES} characters")
     return templates

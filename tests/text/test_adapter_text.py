@@ -328,6 +328,27 @@ def test_what_a_template_costs_is_bounded(source: str, monkeypatch: pytest.Monke
     templates.close()
 
 
+def test_a_long_answer_comes_whole() -> None:
+    templates = TemplateProcesses()
+    for text in ('"' * 3_000_000, "\u4e2d" * 1_500_000, "\ud800\U0001f600x" * 400_000):
+        assert templates.render("{{ text }}", {"text": text}) == text
+    templates.close()
+
+
+def test_all_templates_of_a_directory_share_the_time_of_one(place: Place) -> None:
+    """jinja2 folds constants when it compiles: each of these takes half a second."""
+    listed = [{"name": f"t{i}", "template": f"{{{{ 3**3000000 % 7 }}}}{i}"} for i in range(16)]
+    place.write("tokenizer_config.json", {"chat_template": listed})
+    with pytest.raises(AdapterValidationError, match="needs more than 2 s"):
+        place.read()
+    place.write("tokenizer_config.json", {"chat_template": [{"name": f"t{i}", "template": "x"} for i in range(17)]})
+    with pytest.raises(AdapterValidationError, match="more than 16 templates"):
+        place.read()
+    place.write("tokenizer_config.json", {"chat_template": [{"name": 65 * "t", "template": "x"}]})
+    with pytest.raises(AdapterValidationError, match="a name of more than 64 characters"):
+        place.read()
+
+
 def test_a_template_reaches_no_file_and_no_process() -> None:
     templates = TemplateProcesses()
     with pytest.raises(InvalidRequestError, match="refuses this chat"):
