@@ -12,6 +12,7 @@ from loraplex.core import SamplingParams
 from loraplex.errors import InvalidRequestError, ModelConfigError, shown
 from loraplex.text.tokenizer import Tokenizer, read_json
 
+MAX_JSON_VALUES = 2**17
 GENERATION_CONFIG = "generation_config.json"
 FIELD_OF = {
     "temperature": "temperature",
@@ -62,7 +63,9 @@ def read_generation_defaults(directory: str | Path) -> dict[str, Any]:
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """Raises ValueError, with `where` and what is wrong."""
+    """Raises ValueError, with `where` and what is wrong. Values are counted first: parsing is one call."""
+    if sum(map(data.count, (b",", b":", b"["))) > MAX_JSON_VALUES:
+        raise ValueError(f"{where} has more than {MAX_JSON_VALUES} values; none of a real adapter has")
     try:
         content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,6 @@ input does.
 
 from __future__ import annotations
 
-import codecs
 import marshal
 import os
 import queue
@@ -28,6 +27,7 @@ from typing import IO, Any
 from loraplex.environment import child_environment
 from loraplex.errors import InvalidRequestError, shown
 from loraplex.text.chat_template import Json, check_template, render_chat, render_open_chat
+from loraplex.text.utf8 import decode_in_pieces
 
 MAX_RENDER_CPU_S = 2.0
 MAX_RENDER_BYTES = 2**29
@@ -35,7 +35,6 @@ MAX_RENDER_BYTES = 2**29
 MAX_TEXT_BYTES = 2**25
 NUM_PROCESSES = 2
 NICENESS = 10
-_PIECE_BYTES = 2**20
 _LENGTH_BYTES = 8
 
 
@@ -94,7 +93,7 @@ class _Process:
         try:
             _write(self._process.stdin, data)
             told = _read(self._process.stdout)
-            answer = None if told is None else (told[:1], _decoded(told))
+            answer = None if told is None else (told[:1], decode_in_pieces(told, start=1, errors="surrogatepass"))
         except (OSError, ValueError):
             pass
         finally:
@@ -126,16 +125,9 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _decoded(told: bytes) -> str:
-    """What follows the letter. Raises ValueError for what is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
-    starts = range(1, len(told), _PIECE_BYTES)
-    pieces = [decoder.decode(told[start : start + _PIECE_BYTES]) for start in starts]
-    return "".join(pieces) + decoder.decode(b"", final=True)
-
-
 def _write(pipe: IO[bytes], data: bytes) -> None:
-    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
+    pipe.write(data)
     pipe.flush()
 
 

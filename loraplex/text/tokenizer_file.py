@@ -11,13 +11,18 @@ from tokenizers import AddedToken
 from loraplex.errors import shown
 from loraplex.text.chat_template import Json
 from loraplex.text.tokenizer import Tokenizer, added_token
+from loraplex.text.utf8 import decode_in_pieces
 
 TOKENIZER = "tokenizer.json"
 
 Declared = tuple[tuple[int, AddedToken], ...]
 """Tokens with their ids, as a file says them."""
 
-_SPACE = re.compile(r"[ \t\n\r]*")
+MAX_STRING_CHARS = 2**21
+MAX_DEPTH = 32
+_SPACE = re.compile(r"[ \t\n\r]{0,4096}")
+_SHORT = re.compile(r'"[^"\\\x00-\x1f]{0,512}"|[-+.0-9A-Za-z]{1,64}')
+_PAIR = re.compile(r'\[_"[^"\\\x00-\x1f]{0,512}"_,_"[^"\\\x00-\x1f]{0,512}"_\]'.replace("_", r"[ \t\n\r]{0,64}"))
 
 
 def token_entry(value: Json, where: str) -> tuple[int, AddedToken]:
@@ -42,7 +47,8 @@ def check_meaning(base: Tokenizer, content: str, token_id: int) -> None:
 class JsonCursor:
     """Reads JSON value by value: a parser that is called once for a long text would keep other threads waiting.
 
-    Raises ValueError for what is no JSON, and for more than `max_values` members and items.
+    Raises ValueError for what is no JSON, for more than `max_values` members and items, for a string of more than
+    MAX_STRING_CHARS, and for what is nested deeper than MAX_DEPTH.
     """
 
     def __init__(self, text: str, max_values: int) -> None:
@@ -51,18 +57,71 @@ class JsonCursor:
         self._num_left = max_values
         self._decode = json.JSONDecoder().raw_decode
 
-    def value(self) -> Json:
-        self._peek()
-        value, self._at = self._decode(self._text, self._at)
+    def value(self, depth: int = 0) -> Json:
+        match self._opening(depth):
+            case "{":
+                return {key: self.value(depth + 1) for key in self.members()}
+            case "[":
+                return [self.value(depth + 1) for _ in self.items()]
+            case _:
+                return self._scalar()
+
+    def pass_over(self, depth: int = 0) -> None:
+        """`value`, but nothing is kept."""
+        match self._opening(depth):
+            case "[" if pair := _PAIR.match(self._text, self._at):  # of BPE's merges: most of a file
+                self._at = pair.end()
+            case "{":
+                for _ in self.members():
+                    self.pass_over(depth + 1)
+            case "[":
+                for _ in self.items():
+                    self.pass_over(depth + 1)
+            case _:
+                self._scalar()
+
+    def _opening(self, depth: int) -> str:
+        """The next character, which opens an object, a list or a scalar."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{TOKENIZER} is nested deeper than {MAX_DEPTH} levels")
+        return self._peek()
+
+    def _scalar(self) -> Json:
+        short = _SHORT.match(self._text, self._at)
+        if short is None:
+            self._check_string()
+            value, self._at = self._decode(self._text, self._at)
+            return value
+        self._at = short.end()
+        text = short[0]
+        if text[0] == '"':
+            return text[1:-1]
+        value, end = self._decode(text)
+        if end < len(text):
+            raise self._odd("a value is expected")
         return value
+
+    def _check_string(self) -> None:
+        """One begins here, and ends in time."""
+        if self._text[self._at : self._at + 1] != '"':
+            raise self._odd("a value is expected")
+        end, last = self._at, self._at + MAX_STRING_CHARS
+        while (end := self._text.find('"', end + 1, last)) > 0:
+            start = end
+            while self._text[start - 1] == "\\":
+                start -= 1
+            if (end - start) % 2 == 0:
+                return
+        raise self._odd(f"a string without an end, or of more than {MAX_STRING_CHARS} characters")
 
     def members(self) -> Iterator[str]:
         """The keys of an object. Each value is to be taken, or passed over, before the next key."""
         is_over = self._is_empty("{", "}")
         while not is_over:
-            key = self.value()
+            self._peek()
+            key = self._scalar()
             if not isinstance(key, str):
-                raise ValueError(f"a key is expected at character {self._at}")
+                raise self._odd("a key is expected")
             self._take(":")
             yield key
             is_over = self._ends("}")
@@ -74,17 +133,6 @@ class JsonCursor:
             yield index
             index += 1
             is_over = self._ends("]")
-
-    def pass_over(self) -> None:
-        start = self._peek()
-        if start == "{":
-            for _ in self.members():
-                self.value()
-        elif start == "[":
-            for _ in self.items():
-                self.value()
-        else:
-            self.value()
 
     @property
     def is_at_list(self) -> bool:
@@ -100,7 +148,7 @@ class JsonCursor:
         """Behind a value: whether the object or list ends here; else another one follows."""
         self._num_left -= 1
         if self._num_left < 0:
-            raise ValueError("it has more values than any tokenizer of this base model")
+            raise ValueError(f"{TOKENIZER} has more values than any tokenizer of this base model")
         if self._peek() == bracket:
             self._at += 1
             return True
@@ -113,16 +161,19 @@ class JsonCursor:
         self._at = match.end()
         return self._text[self._at : self._at + 1]
 
+    def _odd(self, what: str) -> ValueError:
+        return ValueError(f"{TOKENIZER} is not JSON: {what} at character {self._at}")
+
     def _take(self, character: str) -> None:
         if self._peek() != character:
-            raise ValueError(f"{character!r} is expected at character {self._at}")
+            raise self._odd(f"{character!r} is expected")
         self._at += 1
 
 
 def read_added_tokens(data: bytes, base: Tokenizer) -> Declared:
     """The added tokens of a tokenizer.json whose vocabulary is the base's. Raises ValueError, in words for a client."""
     try:
-        cursor = JsonCursor(data.decode("utf-8"), 16 * base.vocab_size + 2**17)
+        cursor = JsonCursor(decode_in_pieces(data), 16 * base.vocab_size + 2**17)
         tokens: list[tuple[int, AddedToken]] = []
         for key in cursor.members():
             if key == "added_tokens":

@@ -235,8 +235,15 @@ def test_what_is_no_extension_is_refused_by_name(
     [
         ("tokenizer.json", "{", "tokenizer.json is not JSON"),
         ("tokenizer.json", "[" * 50_000, "is expected at character 0"),
-        ("tokenizer.json", '{"model": {"vocab": ' + '{"a":' * 50_000, "its vocabulary has|is not JSON"),
+        ("tokenizer.json", '{"model": {"vocab": ' + '{"a":' * 50_000, "nested deeper than 32 levels"),
         ("tokenizer.json", '{"x": [' + "1," * 2**18 + "1]}", "more values than any tokenizer of this base model"),
+        ("tokenizer.json", '{"x": ' + "[" * 50_000, "nested deeper than 32 levels"),
+        ("tokenizer.json", '{"x": {"y": [' + "[[1]]," * 2**17 + "1]}}", "more values than any tokenizer of this base"),
+        ("tokenizer.json", '{"x": "' + "a" * 2**21 + '"}', "a string without an end, or of more than 2097152"),
+        ("tokenizer.json", '{"x": "' + '\\"' * 2**20 + '"}', "a string without an end, or of more than 2097152"),
+        ("tokenizer.json", '{"x": ' + "1" * 100 + "}", "is expected at character"),
+        ("tokenizer_config.json", '{"x": [' + "[]," * 2**17 + "1]}", "has more than 131072 values"),
+        ("generation_config.json", '{"x": [' + "1," * 2**17 + "1]}", "has more than 131072 values"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": "<sql>"}}, "must have an id and a content"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, None),
@@ -455,7 +462,9 @@ def random_json(chance: random.Random, depth: int) -> Any:
         return [random_json(chance, depth - 1) for _ in range(chance.randrange(4))]
     if kind == 5:
         return {f'k{i},:[]"': random_json(chance, depth - 1) for i in range(chance.randrange(4))}
-    return (None, chance.random(), 'ä"]}', chance.randrange(99))[kind]
+    return (None, chance.random(), chance.choice(('ä"]}', "plain", "\\\\", '\\"', "long" * 300)), chance.randrange(99))[
+        kind
+    ]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -464,9 +473,14 @@ def test_a_document_in_pieces_is_the_document(seed: int) -> None:
     document = {"a": random_json(chance, 4), "b": random_json(chance, 4)}
     text = json.dumps(document, indent=chance.choice((None, 1)))
     assert pieces(JsonCursor(text, 10**6), chance.randrange(5)) == document
+    passed = JsonCursor(text, 10**6)
+    passed.pass_over()
+    assert passed._at == len(text)
     for cut in range(0, len(text) - 1, 7):
         with pytest.raises(ValueError):  # noqa: PT011 (of json, or of the cursor)
             pieces(JsonCursor(text[:cut], 10**6), 4)
+        with pytest.raises(ValueError):  # noqa: PT011
+            JsonCursor(text[:cut], 10**6).pass_over()
 
 
 # ------------------------------------------------------------------------------------------------------- hostile files

@@ -150,7 +150,8 @@ class AdapterHealth:
         finally:
             if found is not None and adapter is not None:
                 with self._residents.held():
-                    self._residents.end_loan_locked(adapter)
+                    found.is_lent = False
+                    self._residents.release_locked(adapter)
 
     def _is_lendable(self, weights: StoredWeights, is_wanted: Callable[[str], bool]) -> bool:
         is_there = weights.is_on_device and weights.is_at_rest and bool(weights.adapters) and weights.num_running == 0

@@ -180,11 +180,12 @@ class WeightStore:
         if adapter.num_running == 0 and adapter.is_removed:
             del self.draining[adapter.adapter_id]
             self._detach_locked(adapter)
-        if weights.num_running == 0:
+        if weights.num_running <= 1:  # 1: a loan that is over (`await_loan_locked`)
             self._lock.notify_all()
-            if weights.job is not None and weights.job.error is not None:  # what did not arrive can go
-                weights.job.is_awaited = False  # they have its error
-                self.failed_locked(weights.job, weights.job.error)
+        job = weights.job
+        if weights.num_running == 0 and job is not None and job.error is not None:  # what did not arrive can go
+            job.is_awaited = False  # they have its error
+            self.failed_locked(job, job.error)
 
     # ---------------------------------------------------------------------------------------------- transitions: nearer
 
@@ -392,12 +393,6 @@ class WeightStore:
         """Until no diagnosis runs on it: a verb of another thread does not take that for a request."""
         while weights.is_lent and weights.num_running == 1:
             self.wait_locked()
-
-    def end_loan_locked(self, adapter: StoredAdapter) -> None:
-        """The diagnosis is over that `is_lent` told of."""
-        adapter.weights.is_lent = False
-        self._lock.notify_all()
-        self.release_locked(adapter)
 
     def move_locked(self, weights: StoredWeights, tier: Tier, index: int, target: Extent) -> None:
         """Its extent number `index` lies in `target` from now on, the bytes too; the old place comes free."""
