@@ -221,8 +221,8 @@ class OwnParts:
 
     def _rows_of(self, name: TensorName, entry: TensorEntry) -> int:
         """0 for a tensor that has no row, or no column, for each token."""
-        if name.module not in self._ends or len(entry.shape) != 2:
-            return 0
+        if name.module not in self._ends or len(entry.shape) != 2 or 0 in entry.shape:
+            return 0  # a tensor without elements may claim any size
         if name.part == "lora_embedding_A":
             return entry.shape[1]
         return entry.shape[0] if name.part in (WEIGHT, BASE_WEIGHT, COPY, "lora_B.weight", "lora_B") else 0
@@ -232,7 +232,7 @@ class OwnParts:
         beyond = sorted(each for each in ids if each >= self.vocab_size)
         if not beyond:
             return
-        if is_known or beyond != list(range(self.base_vocab_size, beyond[-1] + 1)):
+        if is_known or beyond[0] > self.base_vocab_size or beyond[-1] - beyond[0] >= len(beyond):
             text = f"its vocabulary has {self.vocab_size} tokens; save it with save_embedding_layers=True"
             self.reasons.append(f"{module}: token {beyond[0]} is trained, but {text}")
         elif self.vocab_size in (self.base_vocab_size, beyond[-1] + 1):
@@ -244,7 +244,7 @@ class OwnParts:
             return
         for module in self._ends:
             part, added = self.parts.get(module, OwnPart()), range(self.base_vocab_size, self.vocab_size)
-            if part.weight is None and not set(added) <= set(part.token_ids):
+            if part.weight is None and (len(added) > len(part.token_ids) or not set(added) <= set(part.token_ids)):
                 text = f"the file has no rows of it for the {len(added)} tokens that the adapter adds"
                 self.reasons.append(f"{module}: {text}; save it with save_embedding_layers=True")
 

@@ -40,22 +40,27 @@ from loraplex.text.chat_template import Json
 from loraplex.text.request_text import GENERATION_CONFIG, RequestText, generation_defaults, json_object
 from loraplex.text.template_process import TemplateProcesses
 from loraplex.text.tokenizer import SpecialTokens, Tokenizer, named_templates, stated_eos_token_ids
-from loraplex.text.tokenizer_file import TOKENIZER, Declared, check_meaning, read_added_tokens, token_entry
+from loraplex.text.tokenizer_file import (
+    MAX_ADDED_TOKENS,
+    MAX_TOKEN_CHARS,
+    TOKENIZER,
+    Declared,
+    check_meaning,
+    read_added_tokens,
+    token_entry,
+)
 
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 TOKEN_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
 MAX_SMALL_BYTES = 2**21
 MAX_TEMPLATE_BYTES = 2**17
-MAX_TEMPLATES, MAX_TEMPLATE_NAME_CHARS = 16, 64
+MAX_TEMPLATES, MAX_NAME_CHARS = 16, 64
 MAX_BASE_SIZES = 4
 """How many times the base's tokenizer.json the adapter's may be: a later version of the library writes it longer."""
 
-MAX_ADDED_TOKENS = 2048
-"""To add them is one call of the library, which keeps the interpreter for 40 ms."""
-
-MAX_TOKEN_CHARS = 256
 MAX_NAMES = 256
+MAX_DOCUMENT_BYTES = 2**20
 MAX_BUILT, MAX_KNOWN_FILES = 256, 64
 FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -103,6 +108,9 @@ class AdapterTexts:
         if not document:
             return None
         text = AdapterText.of(document)
+        if len(text.to_json()) > MAX_DOCUMENT_BYTES:
+            reason = f"its own tokens, templates and defaults are more than {MAX_DOCUMENT_BYTES} bytes of JSON"
+            raise AdapterValidationError.from_reasons(folder.adapter, [reason])
         built = self.of(text)
         end, known = built.vocab_size, document.get("added_tokens", [])
         beyond = [token["content"] for token in known if token["id"] >= end]
@@ -169,11 +177,21 @@ class AdapterTexts:
             raise ValueError(f"an added token has more than {MAX_TOKEN_CHARS} characters")
         if len(special.named) > MAX_NAMES:
             raise ValueError(f"{TOKENIZER_CONFIG} names more than {MAX_NAMES} special tokens")
+        if max(map(len, special.named), default=0) > MAX_NAME_CHARS:
+            raise ValueError(f"{TOKENIZER_CONFIG} has a name of more than {MAX_NAME_CHARS} characters")
         if len({token.content for token in listed}) - base.num_added_tokens > MAX_ADDED_TOKENS:
             raise ValueError(f"there are more than {MAX_ADDED_TOKENS} added tokens")
         for token_id, token in declared:
             check_meaning(base, token.content, token_id)
         known = base.backend.get_added_tokens_decoder()
+        like_base = {(token.content, token.lstrip, token.rstrip) for token in known.values()}
+        for token in listed:
+            is_costly = token.content.isspace() and (token.lstrip or token.rstrip)
+            if is_costly and (token.content, token.lstrip, token.rstrip) not in like_base:
+                raise ValueError(
+                    f"added token {shown(token.content)} is white space, and takes more of it (lstrip or rstrip): the "
+                    "time for a long run of it would grow with the square of its length; set both to false"
+                )
         own = {i: token for i, token in declared if i not in known or _fields(i, known[i]) != _fields(i, token)}
         backend = extended(base.backend, own)
         special.add_to(backend)
@@ -324,10 +342,10 @@ def _templates(template: bytes | None, config: Mapping[str, Json]) -> dict[str, 
             raise ValueError(f"{TEMPLATE} is not UTF-8: {error}") from error
     stated = config.get("chat_template")
     templates = named_templates(stated, Path(TOKENIZER_CONFIG)) if stated else {}
-    if len(templates) > MAX_TEMPLATES or max(map(len, templates), default=0) > MAX_TEMPLATE_NAME_CHARS:
+    if len(templates) > MAX_TEMPLATES or max(map(len, templates), default=0) > MAX_NAME_CHARS:
         raise ValueError(
             f"{TOKENIZER_CONFIG}: chat_template has more than {MAX_TEMPLATES} templates, or a name of more than "
-            f"{MAX_TEMPLATE_NAME_CHARS} characters"
+            f"{MAX_NAME_CHARS} characters"
         )
     if sum(map(len, templates.values())) > MAX_TEMPLATE_BYTES:
         raise ValueError(f"{TOKENIZER_CONFIG}: chat_template has more than {MAX_TEMPLATE_BYTES} characters")

@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from loraplex.environment import child_environment
-from loraplex.errors import InvalidRequestError, shown
+from loraplex.errors import AdapterBusyError, InvalidRequestError, shown
 from loraplex.text.chat_template import Json, check_template, render_chat, render_open_chat
 from loraplex.text.utf8 import decode_in_pieces
 
@@ -86,7 +86,11 @@ class _Process:
         """None: the process ended, or wrote too much, or what no answer is."""
         if self._process is None or self._process.poll() is not None:
             self.end()
-            self._process = _start()
+            try:
+                self._process = _start()
+            except OSError as error:  # no descriptor, no memory, no process is left
+                reason = f"the process for chat templates of adapters could not be started ({error}): come again"
+                raise AdapterBusyError(reason) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = None

@@ -367,7 +367,7 @@ class Tokenizer:
             if name in self.chat_templates:
                 return self.chat_templates[name]
         if self.chat_templates:
-            names = ", ".join(sorted(self.chat_templates))
+            names = ", ".join(map(shown, sorted(self.chat_templates)))
             raise InvalidRequestError(
                 f"this model has no default chat template, only: {names}; name one of them", param="messages"
             )

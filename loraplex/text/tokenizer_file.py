@@ -18,6 +18,10 @@ TOKENIZER = "tokenizer.json"
 Declared = tuple[tuple[int, AddedToken], ...]
 """Tokens with their ids, as a file says them."""
 
+MAX_ADDED_TOKENS = 2048
+"""To add them is one call of the library, which keeps the interpreter for 40 ms."""
+
+MAX_TOKEN_CHARS = 256
 MAX_STRING_CHARS = 2**21
 MAX_DEPTH = 32
 _SPACE = re.compile(r"[ \t\n\r]{0,4096}")
@@ -30,6 +34,8 @@ def token_entry(value: Json, where: str) -> tuple[int, AddedToken]:
     token_id = value.get("id") if isinstance(value, dict) else None
     if token is None or not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
         raise ValueError(f"{where}: an added token must have an id and a content, got {shown(value)}")
+    if len(token.content) > MAX_TOKEN_CHARS:
+        raise ValueError(f"{where}: an added token has more than {MAX_TOKEN_CHARS} characters")
     return token_id, token
 
 
@@ -177,7 +183,10 @@ def read_added_tokens(data: bytes, base: Tokenizer) -> Declared:
         tokens: list[tuple[int, AddedToken]] = []
         for key in cursor.members():
             if key == "added_tokens":
-                tokens += [token_entry(cursor.value(), TOKENIZER) for _ in cursor.items()]
+                for _ in cursor.items():
+                    tokens.append(token_entry(cursor.value(), TOKENIZER))
+                    if len(tokens) > base.num_added_tokens + MAX_ADDED_TOKENS:
+                        raise ValueError(f"{TOKENIZER}: there are more than {MAX_ADDED_TOKENS} added tokens")
             elif key == "model":
                 _read_model(cursor, base)
             else:

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,26 @@ def test_added_tokens_are_bounded(changed: Callable[..., tuple[str, ...]]) -> No
 def test_added_tokens_need_rows_of_both_ends(changed: Callable[..., tuple[str, ...]], is_tied: bool) -> None:
     reasons = changed("added tokens", dropped(f"{HEAD}.weight"), is_tied=is_tied)
     assert reasons == () if is_tied else reasons[0].startswith("lm_head: the file has no rows of it for the 200 tokens")
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (lambda tensors: None, {"trainable_token_indices": [2**31 - 1]}),
+        (resized(f"{EMBED}.lora_embedding_A", 0, 2**40), {}),
+        (resized(f"{HEAD}.lora_B.weight", 2**40, 0), {}),
+    ],
+)
+def test_a_number_alone_makes_no_vocabulary(
+    changed: Callable[..., tuple[str, ...]], change: Callable[[Tensors], object], fields: dict[str, Any]
+) -> None:
+    """An id far beyond the base's, or the shape of a tensor without elements."""
+    tracemalloc.start()
+    try:
+        assert changed("trained tokens", change, **fields)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
 
 
 def test_trained_tokens_may_be_all_that_is_added(zoo: ModelZoo, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 import stat
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from loraplex.adapters.journal import SqliteJournal
 from loraplex.adapters.journal.copies import JournalCopies
 from loraplex.adapters.journal.repair import check_state, repair_state
 from loraplex.adapters.journal.state_directory import StateDirectory
-from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage, VersionRecord
+from loraplex.adapters.registry.records import AdapterText, NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.cli import app
 from loraplex.errors import ConfigError
 
@@ -363,3 +364,28 @@ def test_a_full_disk_costs_the_copy_alone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(JournalCopies, "add", fail)
     furnish(tmp_path)
     assert names_in(tmp_path) == ["n1", "n2", "n3"]
+
+
+@pytest.mark.parametrize("content", ["{", "x" * (2**24 + 1), '{"digest": "0", "document": {}}', '{"digest": 1}', "[]"])
+def test_a_damaged_text_is_told_and_set_aside(state: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The journal and the texts of others stay as they are."""
+    text = AdapterText.of({"chat_templates": {"default": "{{ messages }}"}})
+    with SqliteJournal(state, BASE) as journal:
+        for name in ("n1", "n2"):
+            record = journal.names[name]
+            (version,) = record.versions
+            journal.record([NameChange(name, None)]).result()
+            journal.record([NameChange(name, replace(record, versions=(replace(version, text=text),)))]).result()
+    assert check_state(state).is_whole
+    (state / "texts" / "2.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"2.json, the text of adapter 'n2', is damaged .*state repair"):
+        SqliteJournal(state, BASE)
+    assert app(["state", "check", str(state)], result_action="return_value") == 1
+    assert "leaves without a text of their own, until they are loaded again: n2" in capsys.readouterr().out
+    report = repair_state(state)
+    assert (report.kept, report.dropped, report.textless) == (("n1", "n2", "n3"), (), ("n2",))
+    assert [file.name for file in (state / "damaged").rglob("*") if file.is_file()] == ["2.json"]
+    assert check_state(state).is_whole
+    with SqliteJournal(state, BASE) as journal:
+        texts = {name: record.versions[0].text for name, record in journal.names.items()}
+    assert texts == {"n1": text, "n2": None, "n3": None}

@@ -16,8 +16,14 @@ from tokenizers import AddedToken
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import AdapterText
 from loraplex.core import SamplingParams
-from loraplex.errors import AdapterError, AdapterFileFormatError, AdapterValidationError, InvalidRequestError
-from loraplex.text import adapter_text
+from loraplex.errors import (
+    AdapterBusyError,
+    AdapterError,
+    AdapterFileFormatError,
+    AdapterValidationError,
+    InvalidRequestError,
+)
+from loraplex.text import adapter_text, template_process
 from loraplex.text.adapter_text import MAX_ADDED_TOKENS, AdapterTexts
 from loraplex.text.processor import InputProcessor, ModelLimits
 from loraplex.text.request_text import RequestText
@@ -244,6 +250,23 @@ def test_what_is_no_extension_is_refused_by_name(
         ("tokenizer.json", '{"x": ' + "1" * 100 + "}", "is expected at character"),
         ("tokenizer_config.json", '{"x": [' + "[]," * 2**17 + "1]}", "has more than 131072 values"),
         ("generation_config.json", '{"x": [' + "1," * 2**17 + "1]}", "has more than 131072 values"),
+        (
+            "tokenizer.json",
+            {"added_tokens": [{"id": 0, "content": "0"}] * 3000},
+            "tokenizer.json: there are more than 2048 added tokens",
+        ),
+        (
+            "tokenizer.json",
+            {"added_tokens": [{"id": 0, "content": "0" * 300}]},
+            "tokenizer.json: an added token has more than 256 characters",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"999": {"content": "  \u3000", "lstrip": True}}},
+            "is white space, and takes more of it",
+        ),
+        ("special_tokens_map.json", {"pad_token": {"content": "\t", "rstrip": True}}, "is white space, and takes more"),
+        ("special_tokens_map.json", {"x" * 65 + "_token": "a"}, "a name of more than 64 characters"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": "<sql>"}}, "must have an id and a content"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, None),
@@ -356,6 +379,13 @@ def test_all_templates_of_a_directory_share_the_time_of_one(place: Place) -> Non
         place.read()
 
 
+def test_the_document_is_bounded(place: Place) -> None:
+    """It is kept for each version, and written to the state directory."""
+    place.add(*(f"<{i}{chr(0x1F600) * 240}>" for i in range(500)))
+    (only,) = place.reasons()
+    assert "more than 1048576 bytes of JSON" in only
+
+
 def test_a_template_reaches_no_file_and_no_process() -> None:
     templates = TemplateProcesses()
     with pytest.raises(InvalidRequestError, match="refuses this chat"):
@@ -363,6 +393,18 @@ def test_a_template_reaches_no_file_and_no_process() -> None:
     with pytest.raises(InvalidRequestError, match="refuses this chat"):
         templates.render("{% include '/etc/passwd' %}", {})
     templates.close()
+
+
+def test_without_a_process_the_request_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor() -> None:
+        raise OSError(24, "Too many open files")
+
+    templates = TemplateProcesses()
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "_start", no_descriptor)
+        with pytest.raises(AdapterBusyError, match=r"could not be started .*Too many open files"):
+            templates.render("x", {})
+    assert templates.render("x", {}) == "x"
 
 
 def test_processes_end_with_their_owner() -> None:

@@ -2,8 +2,8 @@
 
 What can be used of the journal stays as it is. A name whose rows are damaged is taken from the newest copy that can be
 read, if it is whole there and shares no id with what stays; else it is dropped. A journal that cannot be read at all is
-replaced by that copy. Nothing is
-deleted: what was replaced is moved to DIR/damaged/.
+replaced by that copy. A damaged text is set aside: its adapter's requests are read as the base model's until it is
+loaded again. Nothing is deleted: what was replaced is moved to DIR/damaged/.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from loraplex.adapters.journal.copies import JournalCopies, time_of
 from loraplex.adapters.journal.damage import Damage
 from loraplex.adapters.journal.state_directory import StateDirectory
 from loraplex.adapters.journal.tables import DamagedJournalError, JournalContents, JournalTables
+from loraplex.adapters.journal.texts import SavedTexts
 from loraplex.adapters.registry.records import NameChange, NameRecord
 from loraplex.errors import ConfigError
 
@@ -30,6 +31,7 @@ class StateReport:
     """What a check found. base_model None: neither the journal nor a copy can be read, and nothing can be repaired.
 
     kept: names that the journal has whole; restored: those that the copy of `copy_time` has; dropped: what no copy has.
+    textless: those whose text is damaged.
     """
 
     path: str
@@ -37,6 +39,7 @@ class StateReport:
     kept: tuple[str, ...]
     restored: tuple[str, ...]
     dropped: tuple[str, ...]
+    textless: tuple[str, ...]
     damages: tuple[Damage, ...]
     num_copies: int
     copy_time: str | None
@@ -65,13 +68,15 @@ class StateReport:
             lines.append(f"  takes from the copy of {self.copy_time}: {_listed(self.restored)}")
         if self.dropped:
             lines.append(f"  drops: {_listed(self.dropped)}")
+        if self.textless:
+            lines.append(f"  leaves without a text of their own, until they are loaded again: {_listed(self.textless)}")
         return lines
 
 
 def check_state(state_dir: str | Path) -> StateReport:
     """Raises ConfigError when the directory is missing, in use, or of another version of Loraplex."""
     with StateDirectory(state_dir, must_exist=True) as directory:
-        return _examine(directory)[0]
+        return _examine(directory).report
 
 
 def repair_state(state_dir: str | Path) -> StateReport:
@@ -80,28 +85,45 @@ def repair_state(state_dir: str | Path) -> StateReport:
     Raises ConfigError as it does.
     """
     with StateDirectory(state_dir, must_exist=True) as directory:
-        report, names, last_adapter_id = _examine(directory)
+        found = _examine(directory)
+        report = found.report
         if report.is_whole or report.base_model is None:
             return report
-        made = directory.path / "journal.repaired.sqlite"
-        if os.path.lexists(made):
-            directory.remove(made)
-        directory.make_private(made)
-        with closing(JournalTables(made, report.base_model)) as tables:
-            tables.raise_last_adapter_id(last_adapter_id)
-            tables.write([NameChange(name, record) for name, record in names.items()])
         grave = directory.make_folder(directory.damaged) / f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
         directory.make_folder(grave)
-        for suffix in ("-wal", "-shm", ""):
-            file = Path(f"{directory.journal_file}{suffix}")
-            if file.exists():
-                file.rename(grave / file.name)
-        made.rename(directory.journal_file)
+        for file in found.texts:
+            file.rename(grave / file.name)
+        if len(found.texts) < len(report.damages):
+            _replace_journal(directory, report.base_model, found, grave)
         return report
 
 
-def _examine(directory: StateDirectory) -> tuple[StateReport, Mapping[str, NameRecord], int]:
-    """The report, the names that a repaired journal has, and the highest adapter_id that either file knows."""
+def _replace_journal(directory: StateDirectory, base_model: str, found: _Found, grave: Path) -> None:
+    made = directory.path / "journal.repaired.sqlite"
+    if os.path.lexists(made):
+        directory.remove(made)
+    directory.make_private(made)
+    with closing(JournalTables(made, base_model)) as tables:
+        tables.raise_last_adapter_id(found.last_adapter_id)
+        tables.write([NameChange(name, record) for name, record in found.names.items()])
+    for suffix in ("-wal", "-shm", ""):
+        file = Path(f"{directory.journal_file}{suffix}")
+        if file.exists():
+            file.rename(grave / file.name)
+    made.rename(directory.journal_file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The report, the names of a repaired journal, the highest adapter_id that either file knows, damaged texts."""
+
+    report: StateReport
+    names: Mapping[str, NameRecord]
+    last_adapter_id: int
+    texts: Mapping[Path, Damage]
+
+
+def _examine(directory: StateDirectory) -> _Found:
     copies = JournalCopies(directory.copies).files()
     damages: tuple[Damage, ...] = ()
     contents: JournalContents | None = None
@@ -117,17 +139,20 @@ def _examine(directory: StateDirectory) -> tuple[StateReport, Mapping[str, NameR
     lost = [damage.name for damage in damages if damage.name is not None] if contents is not None else []
     wanted = lost if contents is not None else list(copy.names if copy is not None else ())
     restored = _restorable(kept, wanted, {} if copy is None else copy.names)
+    names = {**kept, **restored}
+    texts = SavedTexts(directory).damaged(names)
     report = StateReport(
         path=str(directory.path),
         base_model=known[0].base_model if known else None,
         kept=tuple(kept),
         restored=tuple(restored),
         dropped=tuple(sorted({name for name in lost if name not in restored})),
-        damages=damages,
+        textless=tuple(str(damage.name) for damage in texts.values()),
+        damages=(*damages, *texts.values()),
         num_copies=len(copies),
         copy_time=time_of(copy_file or copies[0]) if copies else None,
     )
-    return report, {**kept, **restored}, max((each.last_adapter_id for each in known), default=0)
+    return _Found(report, names, max((each.last_adapter_id for each in known), default=0), texts)
 
 
 def _read_journal(directory: StateDirectory) -> JournalContents:

@@ -13,11 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from loraplex.adapters.journal.damage import Damage
 from loraplex.adapters.journal.state_directory import FILE_MODE, StateDirectory
 from loraplex.adapters.registry.records import AdapterText, NameChange, NameRecord, VersionRecord
 from loraplex.errors import ConfigError
 
 MAX_BYTES = 2**24
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 class SavedTexts:
@@ -48,7 +50,28 @@ class SavedTexts:
             return version
         self._directory.make_private(path)
         self._saved.setdefault(name, set()).add(version.adapter_id)
-        return replace(version, text=_read(path, name))
+        try:
+            return replace(version, text=_read(path))
+        except _UNREADABLE as error:
+            raise ConfigError(
+                f"{path}, the text of adapter {name[:80]!r}, is damaged ({error}); remove it, and load the adapter "
+                "again once the server is up (`loraplex state repair` sets it aside): until then its requests are read "
+                "as the base model's"
+            ) from error
+
+    def damaged(self, names: Mapping[str, NameRecord]) -> dict[Path, Damage]:
+        """Files with which `attach` would refuse to start."""
+        found = {}
+        versions = [(name, each) for name, record in names.items() for each in record.versions]
+        for name, version in versions if self._folder.is_dir() else ():
+            path = self._folder / _file_name(version.adapter_id)
+            if os.path.lexists(path):
+                try:
+                    self._directory.make_private(path)
+                    _read(path)
+                except (ConfigError, *_UNREADABLE) as error:
+                    found[path] = Damage(name, f"its text {path} is damaged ({error})")
+        return found
 
     def save(self, changes: Sequence[NameChange]) -> None:
         """Before the journal has the changes. Raises OSError, ConfigError."""
@@ -93,17 +116,12 @@ def _file_name(adapter_id: int) -> str:
     return f"{adapter_id}.json"
 
 
-def _read(path: Path, name: str) -> AdapterText:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
-        content = json.loads(path.read_bytes())
-        text = AdapterText.of(content["document"])
-        if text.digest != content["digest"]:
-            raise ValueError("its content is not what was written")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}, the text of adapter {name[:80]!r}, is damaged ({error}); remove it, and load the adapter again "
-            "once the server is up: until then its requests are read as the base model's"
-        ) from error
+def _read(path: Path) -> AdapterText:
+    """Raises one of _UNREADABLE."""
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    content = json.loads(path.read_bytes())
+    text = AdapterText.of(content["document"])
+    if text.digest != content["digest"]:
+        raise ValueError("its content is not what was written")
     return text
