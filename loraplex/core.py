@@ -19,6 +19,9 @@ from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun 
 BASE_SLOT = -1
 """The lora_slot of rows without an adapter: they are in no segment and stay bit-identical."""
 
+NEVER_ACTIVE = 2**63 - 1
+"""`Request.adapter_from` of an aLoRA whose invocation the prompt does not have."""
+
 Item = TypeVar("Item", covariant=True)
 
 AdapterId = NewType("AdapterId", int)
@@ -142,7 +145,8 @@ class Request:
     """One sequence to generate, as the engine gets it: token ids in, one completion out (n > 1 is several of these).
 
     `adapter_id` is None for the base model. Of a mix it is the first one's, and `adapter_digest` is `mix_digest`.
-    `cache_salt` separates the KV prefixes of tenants. `seed` is always set.
+    `cache_salt` separates the KV prefixes of tenants. `seed` is always set. Tokens before position `adapter_from` go
+    through the base: of an aLoRA, where its invocation begins; 0 for all others.
     """
 
     request_id: str
@@ -156,6 +160,7 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
     mix: tuple[MixPart, ...] = ()
+    adapter_from: int = 0
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
@@ -172,6 +177,8 @@ class Request:
             raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
+        if not 0 <= self.adapter_from <= NEVER_ACTIVE or (self.adapter_from and (self.adapter_id is None or self.mix)):
+            raise InvalidRequestError(f"adapter_from is {self.adapter_from}, and no single adapter begins there")
         if self.mix:
             AdapterMix(tuple((str(part.adapter_id), part.weight) for part in self.mix))
             if self.adapter_id != self.mix[0].adapter_id or self.adapter_digest != mix_digest(self.mix):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.core import (
+    NEVER_ACTIVE,
     CompletionOutput,
     FinishReason,
     LoRAMix,
@@ -48,11 +49,22 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """The version of an adapter that a request goes through; of a mix as `core.Request` has it."""
+    """The version of an adapter that a request goes through; of a mix as `core.Request` has it.
+
+    invocation_tokens: of an aLoRA.
+    """
 
     adapter_id: int
     adapter_digest: str
     mix: tuple[MixPart, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
+
+    def begins_in(self, token_ids: Sequence[int]) -> int:
+        """`Request.adapter_from` of a prompt. What is generated does not move it, as in peft."""
+        if not self.invocation_tokens:
+            return 0
+        start = last_occurrence(self.invocation_tokens, token_ids)
+        return NEVER_ACTIVE if start is None else start
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,7 @@ class InputProcessor:
         params_with_seed = replace(params, seed=seed)
         arrival_s = time.time()
         room = self._limits.max_model_len - len(token_ids)
+        adapter_from = 0 if adapter is None else adapter.begins_in(token_ids)
         children = []
         for index in range(params.n):
             child = params_with_seed.child(index)
@@ -134,6 +147,7 @@ class InputProcessor:
                     cache_salt=cache_salt,
                     arrival_s=arrival_s,
                     mix=() if adapter is None else adapter.mix,
+                    adapter_from=adapter_from,
                 )
             )
         words = prompt if isinstance(prompt, str) else None
@@ -405,3 +419,38 @@ class OutputProcessor:
 
 def _named(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenLogprobs:
     return logprobs if tokenizer is None else PackedLogprobs(logprobs, tokenizer.token_text)
+
+
+def last_occurrence(sought: Sequence[int], token_ids: Sequence[int]) -> int | None:
+    """Where `sought`, which is not empty, begins in `token_ids` for the last time; None: nowhere.
+
+    From the end, by Knuth, Morris and Pratt: linear, whatever a client repeats in a prompt. Tokens that begin no
+    occurrence are passed over by one call.
+    """
+    pattern, reversed_ids = tuple(reversed(sought)), tuple(reversed(token_ids))
+    borders = _borders(pattern)
+    index = num_matched = 0
+    while index < len(reversed_ids):
+        if reversed_ids[index] == pattern[num_matched]:
+            index, num_matched = index + 1, num_matched + 1
+            if num_matched == len(pattern):
+                return len(reversed_ids) - index
+        elif num_matched:
+            num_matched = borders[num_matched - 1]
+        else:
+            try:
+                index = reversed_ids.index(pattern[0], index)
+            except ValueError:
+                return None
+    return None
+
+
+def _borders(pattern: Sequence[int]) -> list[int]:
+    """Of each beginning of a pattern, how long the longest shorter one is that it ends in."""
+    borders = [0]
+    for token in pattern[1:]:
+        length = borders[-1]
+        while length and pattern[length] != token:
+            length = borders[length - 1]
+        borders.append(length + (pattern[length] == token))
+    return borders

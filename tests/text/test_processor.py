@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core import (
+    NEVER_ACTIVE,
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -28,6 +29,7 @@ from loraplex.text.processor import (
     OutputProcessor,
     PreparedRequest,
     ProcessedOutput,
+    last_occurrence,
 )
 from loraplex.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import write_directory
@@ -92,6 +94,52 @@ def test_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
 def test_a_completion_ends_where_the_model_does(asked: int | None, given: int) -> None:
     (child,) = without_tokenizer().prepare("r", [5] * 20, SamplingParams(max_tokens=asked)).children
     assert child.max_tokens == given
+
+
+@pytest.mark.parametrize(
+    ("invocation", "prompt", "adapter_from"),
+    [
+        ((), [5, 6, 7], 0),
+        ((6,), [5, 6, 7], 1),
+        ((5, 6), [5, 6, 5, 6, 7], 2),
+        ((5, 5), [5, 5, 5, 7], 1),
+        ((5, 6), [5, 6], 0),
+        ((5, 6), [5, 7, 6], NEVER_ACTIVE),
+        ((5, 6, 7), [6, 7], NEVER_ACTIVE),
+    ],
+)
+def test_an_alora_acts_from_its_last_invocation_on(
+    inputs: InputProcessor, invocation: tuple[int, ...], prompt: list[int], adapter_from: int
+) -> None:
+    """Of each completion; a plain LoRA from the beginning."""
+    adapter = AdapterRef(4, "d", invocation_tokens=invocation)
+    children = inputs.prepare("r", prompt, SamplingParams(n=2), adapter=adapter).children
+    assert [child.adapter_from for child in children] == [adapter_from] * 2
+    for child in children:
+        child.check(max_model_len=32)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), max_size=40))
+def test_the_last_occurrence_is_that_of_a_plain_search(sought: list[int], token_ids: list[int]) -> None:
+    starts = [start for start in range(len(token_ids)) if token_ids[start : start + len(sought)] == sought]
+    assert last_occurrence(sought, token_ids) == max(starts, default=None)
+
+
+def test_the_search_is_linear_in_prompts_that_nearly_match_everywhere() -> None:
+    """A plain search looks at 130 million tokens here. Counted by comparisons, not by the clock."""
+    num_compared = 0
+
+    class Token(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    prompt = [Token(5)] * 131_072
+    assert last_occurrence([6, *[5] * 1023], prompt) is None
+    assert num_compared < 4 * len(prompt)
 
 
 def test_each_completion_has_a_seed_of_its_own(inputs: InputProcessor) -> None:
