@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.core import (
-    NEVER_ACTIVE,
     CompletionOutput,
     FinishReason,
     LoRAMix,
@@ -37,6 +36,9 @@ from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+NEVER_ACTIVE = 2**63 - 1
+"""`Request.adapter_from` of an aLoRA whose invocation the prompt does not have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.core import NEVER_ACTIVE, LoraSlice, LoraTarget, Request, SamplingParams
+from loraplex.core import LoraSlice, LoraTarget, Request, SamplingParams
 from loraplex.engine.batch import BatchBuilder, LoRAMapping
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 from loraplex.engine.step_buffers import HostBuffers
 from loraplex.errors import InvalidRequestError
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceLayout, SlotTable
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.text.processor import NEVER_ACTIVE
 
 BLOCK_SIZE = 8
 TABLE_WIDTH = 8

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from loraplex.core import NEVER_ACTIVE, Request, SamplingParams
+from loraplex.core import Request, SamplingParams
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.kvcache.block_pool import BlockPool, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
+from loraplex.text.processor import NEVER_ACTIVE
 
 BLOCK_SIZE = 8
 

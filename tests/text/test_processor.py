@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,19 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core import (
-    NEVER_ACTIVE,
     CompletionOutput,
     FinishReason,
     Logprob,
     LoRARequest,
+    MixPart,
     Prefix,
     RequestOutput,
     SamplingParams,
     TokenOutput,
+    mix_digest,
 )
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError, PromptTooLongError
 from loraplex.frontend.messages import step_outputs
 from loraplex.text.processor import (
+    NEVER_ACTIVE,
     AdapterRef,
     InputProcessor,
     ModelLimits,
@@ -117,6 +120,23 @@ def test_an_alora_acts_from_its_last_invocation_on(
     assert [child.adapter_from for child in children] == [adapter_from] * 2
     for child in children:
         child.check(max_model_len=32)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"adapter_from": -1},
+        {"adapter_id": None, "adapter_digest": ""},
+        {"mix": (MixPart(4, "d", 0.5),), "adapter_digest": mix_digest([MixPart(4, "d", 0.5)])},
+    ],
+    ids=str,
+)
+def test_an_invocation_that_no_front_finds_is_refused_by_the_engine(inputs: InputProcessor, odd: Any) -> None:
+    adapter = AdapterRef(4, "d", invocation_tokens=(6,))
+    (request,) = inputs.prepare("r", [5, 6], SamplingParams(), adapter=adapter).children
+    request.check(max_model_len=32)
+    with pytest.raises(InvalidRequestError, match="adapter_from is"):
+        replace(request, **odd).check(max_model_len=32)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), max_size=40))

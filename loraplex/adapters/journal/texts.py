@@ -104,6 +104,6 @@ def _read(path: Path, name: str) -> AdapterText:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path}, the text of adapter {name[:80]!r}, is damaged ({error}); remove it, and load the adapter again "
-            "once the server is up: until then its requests are read as the base model's"
+            "once the server is up: until then its requests are read as the base model's, and an aLoRA acts on all rows"
         ) from error
     return text
