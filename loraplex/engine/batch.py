@@ -284,7 +284,7 @@ class BatchBuilder:
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
-        self._check(mapping, query_lens.tolist(), is_rehearsal)
+        self._check(mapping, query_lens, is_rehearsal)
         self._lora_plan.write(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
         return self._lora_plan
 
@@ -302,11 +302,11 @@ class BatchBuilder:
         self._lora_plan.write(segments, num_tokens, is_decode=int(query_lens.max()) == 1)
         return self._lora_plan
 
-    def _check(self, mapping: LoRAMapping, lens: Sequence[int], is_rehearsal: bool) -> None:
+    def _check(self, mapping: LoRAMapping, lens: Sequence[int] | NDArray[np.int64], is_rehearsal: bool) -> None:
         table = self._checked_table
         if table is not None:
             is_resident = None if is_rehearsal else lambda slot: not table.is_clear(slot)
-            mapping.validate(sum(lens), len(lens), table.capacity, is_resident)
+            mapping.validate(int(sum(lens)), len(lens), table.capacity, is_resident)
 
 
 def _as_captured(plan: LoraPlan, num_tokens: int) -> LoraPlan:
