@@ -170,8 +170,14 @@ class TestReplay:
             driver.finish()
         asked.check()
         assert driver.tokens(request_id) == case.output_token_ids[:NUM_TOKENS]
-        assert driver.stats.graph_steps == {"base" if beside is None else "lora": 15}
+        kind = "base" if beside is None else "lora"
+        assert driver.stats.graph_steps == {kind: 15}
         assert counts == {"equal": 15}
+        graphs_of(driver)._graphs.pop(_Key(1, has_adapters=False))
+        driver.submit(case.prompt_token_ids, "activated", max_tokens=NUM_TOKENS)
+        driver.finish()
+        assert driver.stats.graph_steps == {kind: 15}
+        assert driver.stats.eager_steps == {"prefill": 2, "not_captured": 15}
 
     def test_adapters_that_come_go_and_move_are_not_captured_again(self, make: MakeDriver, bench: Bench) -> None:
         device = TapeDevice()

@@ -156,6 +156,17 @@ class TestSharing:
         allocator.drop_digest("")
         assert compute(allocator, make_request("c", prompt)) == 0
 
+    def test_an_invocation_elsewhere_in_the_same_block_is_other_kv(self) -> None:
+        """Of prompts that are equal up to the block's end: only what follows says where the last invocation is."""
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        prompt = list(range(3 * BLOCK_SIZE))
+        compute(allocator, activated(make_request("a", prompt, "one"), BLOCK_SIZE + 2))
+        for name, adapter_from, num_cached in (
+            ("b", BLOCK_SIZE + 3, BLOCK_SIZE),
+            ("c", BLOCK_SIZE + 2, 2 * BLOCK_SIZE),
+        ):
+            assert compute(allocator, activated(make_request(name, prompt, "one"), adapter_from)) == num_cached
+
     @given(data=st.data())
     def test_what_is_shared_was_computed_by_the_same_model_from_the_same_tokens(self, data: st.DataObject) -> None:
         """Row by row: the base before an aLoRA's invocation, the adapter from there on. Nothing more, nothing less."""
