@@ -142,7 +142,7 @@ class Request:
     """One sequence to generate, as the engine gets it: token ids in, one completion out (n > 1 is several of these).
 
     `adapter_id` is None for the base model. Of a mix it is the first one's, and `adapter_digest` is `mix_digest`.
-    `cache_salt` separates the KV prefixes of tenants. `seed` is always set.
+    `cache_salt` separates the KV prefixes of tenants. `seed` is always set. Tokens before `adapter_from` are base rows.
     """
 
     request_id: str
@@ -156,6 +156,7 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
     mix: tuple[MixPart, ...] = ()
+    adapter_from: int = 0
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
@@ -172,6 +173,8 @@ class Request:
             raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
+        if self.adapter_from and (self.adapter_from < 0 or self.adapter_id is None or self.mix):
+            raise InvalidRequestError(f"adapter_from is {self.adapter_from}, and no single adapter begins there")
         if self.mix:
             AdapterMix(tuple((str(part.adapter_id), part.weight) for part in self.mix))
             if self.adapter_id != self.mix[0].adapter_id or self.adapter_digest != mix_digest(self.mix):
@@ -213,8 +216,7 @@ class PackedLogprobs(TokenLogprobs):
     """The candidates of one position, as a mapping that makes a Logprob when it is asked for.
 
     An answer may have a quarter of a million candidates. As objects of their own they would take twice the memory, and
-    each full collection of garbage would look at all of them, which holds up a server for 100 ms; tuples of numbers it
-    passes over.
+    each full collection of garbage would look at all of them for 100 ms; it passes over tuples of numbers.
     """
 
     __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
@@ -274,9 +276,7 @@ class RequestMetrics:
 
 
 class Prefix(Sequence[Item]):
-    """The first items of a list that only grows, as a tuple of them would be. A copy at each step of 256 long answers
-    would take longer than the step.
-    """
+    """The first items of a list that only grows, as a tuple; copies would take longer than a step of 256 answers."""
 
     __slots__ = ("_items", "_length")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ MAX_FACTOR = 2**31
 
 MAX_TOKEN_ID = 2**31
 """Beyond any vocabulary; ids are kept as int64."""
+
+MAX_INVOCATION_TOKENS = 1024
+"""Of aLoRA: far beyond the header of a message."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 _MASK_KEY = re.compile(r"(?P<module>.+)\.lora_E(?:\.default)?")
@@ -54,7 +57,7 @@ class FieldVerdict:
 
 HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
 HONOURED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora"}
+HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora", "alora_invocation_tokens"}
 HONOURED |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
 
 IGNORED_OF_ALL = {
@@ -84,7 +87,6 @@ _PLAIN = "train a plain LoRA"
 _CONTEXT = "context extension by adapter is not supported; use an adapter of the base's context"
 
 REFUSED = {
-    "alora_invocation_tokens": f"activated LoRA is not supported yet; {_PLAIN}",
     "target_parameters": "adapters on nn.Parameter (experts) are not supported yet; use target_modules",
     "layer_replication": f"a base model with repeated layers is another model; {_PLAIN} on the base as it is",
     "use_qalora": f"QALoRA pools the inputs and is not supported; {_PLAIN}",
@@ -148,6 +150,7 @@ TABLES: dict[Kind, FieldTable] = {
             **REFUSED,
             "trainable_token_indices": "trained tokens are served of LoRA and TRAINABLE_TOKENS; train one of them",
             "use_dora": "peft has no AdaLoRA with DoRA; set it to false",
+            "alora_invocation_tokens": "peft has no activated AdaLoRA; set it to null",
             "loftq_config": "peft has no AdaLoRA with LoftQ; set it to null",
         },
     ),
@@ -185,6 +188,17 @@ INIT_THAT_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
 INIT_THAT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of init_lora_weights that subtract the start from the base weights: the file is no delta to the base."""
+
+
+_OF_ALL_ROWS = "it acts on the rows before the invocation, too"
+_NOT_ACTIVATED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "use_dora": ("peft does not load that", lambda value: value is True),
+    "init_lora_weights": ("peft does not load that", lambda value: value == "mica"),
+    "bias": (_OF_ALL_ROWS, lambda value: value in ("all", "lora_only")),
+    "modules_to_save": (_OF_ALL_ROWS, lambda value: is_set(value)),
+    "trainable_token_indices": (_OF_ALL_ROWS, lambda value: is_set(value)),
+}
+"""Fields that cannot stand beside alora_invocation_tokens: why, and with which values."""
 
 
 def is_set(value: Any) -> bool:
@@ -456,6 +470,22 @@ class ConfigReader:
             text = "lora_bias=True with use_dora=True: peft does not load that"
             self._refuse("lora_bias", f"{text}; train without one of them")
         return value
+
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """Of aLoRA; none: a LoRA of all rows, as in peft."""
+        value = self.fields.get("alora_invocation_tokens")
+        if not is_set(value):
+            return ()
+        listed: list[Any] = value if isinstance(value, list) else []
+        is_odd = not all(type(each) is int and 0 <= each < MAX_TOKEN_ID for each in listed)
+        if is_odd or not 0 < len(listed) <= MAX_INVOCATION_TOKENS:
+            self._refuse_value("alora_invocation_tokens", f"a list of at most {MAX_INVOCATION_TOKENS} token ids")
+            return ()
+        for name, (why, is_refused) in _NOT_ACTIVATED.items():
+            if is_refused(self.fields.get(name)):
+                text = f"{name}={shown(self.fields[name])} with alora_invocation_tokens: {why}"
+                self._refuse(name, f"{text}; train without one of them")
+        return tuple(listed)
 
     def init_lora_weights(self) -> None:
         value = self.fields.get("init_lora_weights")

@@ -62,6 +62,7 @@ class PEFTHelper:
     A value that cannot be used is replaced by its default and named there, so that all else can still be checked. r,
     lora_alpha: of AdaLoRA init_r, of LoHa and LoKr `alpha`, of IA3 0 and 1. kept_ranks: what AdaLoRA's rank_pattern
     leaves of init_r, by module. token_indices: trained tokens by the end of a module's name, "" for every target.
+    invocation_tokens: of an aLoRA, which acts from their last occurrence in a prompt on; (): on all rows.
     is_other_method: its peft_type is not served, and nothing else of it was read.
     """
 
@@ -88,6 +89,7 @@ class PEFTHelper:
     modules_to_save: tuple[str, ...] = ()
     token_indices: Mapping[str, tuple[int, ...]] | None = None
     ensure_weight_tying: bool = False
+    invocation_tokens: tuple[int, ...] = ()
     is_other_method: bool = False
     verdicts: tuple[FieldVerdict, ...] = ()
     problems: tuple[str, ...] = ()
@@ -304,6 +306,8 @@ class PEFTHelper:
             fields["peft_type"] = self.kind.value
         if self.use_dora:
             fields["use_dora"] = True
+        if self.invocation_tokens:
+            fields["alora_invocation_tokens"] = self.invocation_tokens
         if self.token_indices:
             fields["token_indices"] = {name: list(ids) for name, ids in self.token_indices.items()}
         if self.modules_to_save:
@@ -331,6 +335,7 @@ def _of_lora(read: ConfigReader) -> dict[str, Any]:
         "fan_in_fan_out": read.fan_in_fan_out(),
         "use_dora": read.use_dora(),
         "token_indices": read.trainable_token_indices(),
+        "invocation_tokens": read.invocation_tokens(),
         "ensure_weight_tying": read.flag("ensure_weight_tying"),
     }
 

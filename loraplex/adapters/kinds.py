@@ -79,7 +79,11 @@ def _refused(mathematics: str, remedy: str) -> PeftType:
 
 
 PEFT_TYPES: dict[str, PeftType] = {
-    Kind.LORA: PeftType(TypeVerdict.SERVED, "adds scaling * B A; with use_dora, rows are brought to trained norms"),
+    Kind.LORA: PeftType(
+        TypeVerdict.SERVED,
+        "adds scaling * B A; with use_dora, rows are brought to trained norms; with alora_invocation_tokens, it begins "
+        "at an invocation in the prompt",
+    ),
     Kind.IA3: PeftType(TypeVerdict.SERVED, "multiplies a module's outputs, or its inputs, by a trained vector"),
     Kind.LN_TUNING: PeftType(TypeVerdict.SERVED, "trains the weights of the norms"),
     Kind.TRAINABLE_TOKENS: PeftType(TypeVerdict.SERVED, "trains rows of the token embeddings"),

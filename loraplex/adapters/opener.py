@@ -38,6 +38,8 @@ class AdapterOpener:
         model = read_adapter(directory, name, self.source, self.reader)
         folder = AdapterFolder(Path(directory), name, self.source.roots_of(Path(directory)))
         text = self.read_text(folder, model.vocab_size)
+        if model.invocation_tokens:
+            text = AdapterText.activated(text, model.invocation_tokens)
         return OpenedAdapter(directory, model.adapter_digest, model.nbytes, model.rank, text)
 
 

@@ -126,6 +126,7 @@ class OwnParts:
             if weight or tokens:
                 self.parts[module] = OwnPart(weight, tokens, ids)
         self._check_added_tokens()
+        self._check_activation()
 
     def _only(self, kind: ShardKind) -> str:
         return next((module for module, base in self.base.items() if base.kind is kind), "")
@@ -195,8 +196,10 @@ class OwnParts:
             )
         helper = self.helper
         of_head = "use_dora" if helper.use_dora else str(helper.kind) if helper.kind in WITHOUT_HEAD else ""
+        of_head = "alora_invocation_tokens" if helper.invocation_tokens else of_head
         of_embedding = str(helper.kind) if helper.kind is not Kind.LORA else ""
         of_embedding = "use_dora" if helper.use_dora else "lora_bias" if helper.lora_bias else of_embedding
+        of_embedding = "alora_invocation_tokens" if helper.invocation_tokens else of_embedding
         for module, odd in ((self._head, of_head), (self._embedding, of_embedding)):
             if odd and module in self.targeted:
                 self.reasons.append(
@@ -247,6 +250,14 @@ class OwnParts:
             if part.weight is None and (len(added) > len(part.token_ids) or not set(added) <= set(part.token_ids)):
                 text = f"the file has no rows of it for the {len(added)} tokens that the adapter adds"
                 self.reasons.append(f"{module}: {text}; save it with save_embedding_layers=True")
+
+    def _check_activation(self) -> None:
+        """Of an aLoRA, rows before the invocation are the base's, from the embedding to the KV."""
+        if not self.helper.invocation_tokens:
+            return
+        for module in sorted(self.parts.keys() - self.saved):
+            text = "a weight of its own would change the rows before the invocation"
+            self.reasons.append(f"{module}: {text}; save it with save_embedding_layers=False")
 
     # -------------------------------------------------------------------------------------------- tensors of the file
 

@@ -158,7 +158,7 @@ class LoRAModel:
     """All layers of one adapter. `adapter_digest` identifies the content; `adapter_id` is 0 until `clone` gives one.
 
     blueprint: models that have the same one differ in nothing but their numbers. vocab_size: where the adapter's
-    vocabulary ends; None: where the base's does.
+    vocabulary ends; None: where the base's does. invocation_tokens: of an aLoRA.
     """
 
     adapter_digest: str
@@ -168,6 +168,7 @@ class LoRAModel:
     warnings: tuple[str, ...] = ()
     blueprint: Blueprint | None = None
     vocab_size: int | None = None
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def id(self) -> int:
@@ -293,7 +294,8 @@ class CheckedReader:
         layers = _convert(layers, self.lora_config, helper.adapter)
         warnings = (*helper.warnings, *blueprint.warnings)
         rank = max((layer.rank for layer in layers.values()), default=0)
-        return LoRAModel(digest, rank, layers, 0, warnings, blueprint, blueprint.vocab_size)
+        vocab_size, invocation_tokens = blueprint.vocab_size, helper.invocation_tokens
+        return LoRAModel(digest, rank, layers, 0, warnings, blueprint, vocab_size, invocation_tokens)
 
     def _get(self, key: Hashable) -> Blueprint | None:
         with self._lock:

@@ -1,8 +1,9 @@
 """A schedule plan becomes tensors: the rows of a step in adapter order, positions, KV addresses, LoRA segments.
 
 Rows are ordered by lora_slot, base rows first, so that the rows of one adapter lie together and all layers share one
-`LoraPlan`; where there are mixes of adapters, by all lora_slots with their weights. Sequences stay whole. Lengths are
-per sequence in Python and per token in numpy.
+`LoraPlan`; where there are mixes of adapters, by all lora_slots with their weights. Sequences stay whole: of an aLoRA
+whose invocation begins in a chunk, the rows before are base rows between those of its slot. Lengths are per sequence in
+Python and per token in numpy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,7 @@ Route = tuple[tuple[int, float], ...]
 
 
 def route_of(state: RequestState) -> Route:
+    """From `Request.adapter_from` on."""
     if state.mix_slots:
         weights = (part.weight for part in state.request.mix)
         return tuple(zip(state.mix_slots, weights, strict=True))
@@ -133,6 +135,24 @@ def _segments_of(routes: Iterable[Route], lens: Iterable[int]) -> list[LoraSegme
 def has_mixes(sequences: Sequence[ScheduledSequence]) -> bool:
     """Whether rows of some sequence go through several adapters."""
     return any(sequence.state.mix_slots for sequence in sequences)
+
+
+def goes_through_base(sequence: ScheduledSequence) -> bool:
+    """Whether all its rows here lie before the invocation of an aLoRA."""
+    return sequence.end <= sequence.state.request.adapter_from
+
+
+def _last_route(sequence: ScheduledSequence) -> Route:
+    return () if goes_through_base(sequence) else route_of(sequence.state)
+
+
+def _runs_of(sequence: ScheduledSequence) -> Iterator[tuple[Route, int]]:
+    """(route, number of rows): at most two, before the invocation of an aLoRA and from there on."""
+    num_before = min(max(sequence.state.request.adapter_from - sequence.start, 0), sequence.num_tokens)
+    if num_before:
+        yield (), num_before
+    if num_before < sequence.num_tokens:
+        yield route_of(sequence.state), sequence.num_tokens - num_before
 
 
 class BatchBuilder:
@@ -167,9 +187,10 @@ class BatchBuilder:
         A row of padding is a sequence of its own with one token 0 at position 0, no context, and a KV slot of -1:
         nothing is written for it. Its logits mean nothing.
         """
-        is_mixed = has_mixes(plan.sequences)
-        row_order: Callable[[RequestState], Any] = route_of if is_mixed else _slot_of
-        sequences = sorted(plan.sequences, key=lambda sequence: row_order(sequence.state))
+        has_runs = any(each.start < each.state.request.adapter_from for each in plan.sequences)
+        has_routes = has_runs or has_mixes(plan.sequences)
+        row_order: Callable[[ScheduledSequence], Any] = _last_route if has_routes else _slot_of
+        sequences = sorted(plan.sequences, key=row_order)
         starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
         query_lens = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64)
         context_lens = starts + query_lens
@@ -189,7 +210,7 @@ class BatchBuilder:
         self._write_tables(arrays, sequences, context_lens, num_blocks)
         self._write_positions(arrays, starts, query_lens)
         padding = shape.num_sequences - len(sequences)
-        write = self._write_mixes if is_mixed else self._write_lora_plan
+        write = self._write_routes if has_routes else self._write_lora_plan
         lora = write(sequences, query_lens, shape.num_tokens, is_rehearsal=plan.step_id < 0)
         batch = self._batch(
             self._buffers.upload(shape, lora),
@@ -259,7 +280,7 @@ class BatchBuilder:
         self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64], num_tokens: int, is_rehearsal: bool
     ) -> LoraPlan | None:
         """A rehearsal (warm_up.py) goes through slots that are empty."""
-        lora_slots = [_slot_of(sequence.state) for sequence in sequences]
+        lora_slots = [_slot_of(sequence) for sequence in sequences]
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
@@ -267,21 +288,25 @@ class BatchBuilder:
         self._lora_plan.write(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
         return self._lora_plan
 
-    def _write_mixes(
+    def _write_routes(
         self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64], num_tokens: int, is_rehearsal: bool
-    ) -> LoraPlan:
-        """Rows of equal routes lie together."""
-        routes, lens = [route_of(sequence.state) for sequence in sequences], query_lens.tolist()
+    ) -> LoraPlan | None:
+        """Rows of equal routes lie together, but for those before an invocation."""
+        runs = [run for sequence in sequences for run in _runs_of(sequence)]
+        routes, lens = [route for route, _ in runs], [length for _, length in runs]
         for members in itertools.zip_longest(*routes, fillvalue=(BASE_SLOT, 0.0)):
-            self._check(LoRAMapping.from_prompts([slot for slot, _ in members], lens), query_lens, is_rehearsal)
-        self._lora_plan.write(_segments_of(routes, lens), num_tokens, is_decode=max(lens) == 1)
+            self._check(LoRAMapping.from_prompts([slot for slot, _ in members], lens), lens, is_rehearsal)
+        segments = _segments_of(routes, lens)
+        if not segments:
+            return None
+        self._lora_plan.write(segments, num_tokens, is_decode=int(query_lens.max()) == 1)
         return self._lora_plan
 
-    def _check(self, mapping: LoRAMapping, query_lens: NDArray[np.int64], is_rehearsal: bool) -> None:
+    def _check(self, mapping: LoRAMapping, lens: Sequence[int] | NDArray[np.int64], is_rehearsal: bool) -> None:
         table = self._checked_table
         if table is not None:
             is_resident = None if is_rehearsal else lambda slot: not table.is_clear(slot)
-            mapping.validate(int(query_lens.sum()), len(query_lens), table.capacity, is_resident)
+            mapping.validate(int(sum(lens)), len(lens), table.capacity, is_resident)
 
 
 def _as_captured(plan: LoraPlan, num_tokens: int) -> LoraPlan:
@@ -308,8 +333,10 @@ def _write_padding(arrays: StepArrays, num_tokens: int, num_sequences: int, num_
     arrays.logits_indices[num_logits:] = np.arange(num_logits, len(arrays.logits_indices))
 
 
-def _slot_of(state: RequestState) -> int:
-    return BASE_SLOT if state.lora_slot is None else state.lora_slot
+def _slot_of(sequence: ScheduledSequence) -> int:
+    """Where all its rows go through one adapter, or the base."""
+    lora_slot = sequence.state.lora_slot
+    return BASE_SLOT if lora_slot is None else lora_slot
 
 
 def _tokens_of(sequence: ScheduledSequence) -> NDArray[np.int64]:

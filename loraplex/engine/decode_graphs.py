@@ -38,7 +38,7 @@ from torch import Tensor
 
 from loraplex.config import EngineConfig
 from loraplex.core import MAX_MIX_ADAPTERS, BlockAllocator
-from loraplex.engine.batch import BatchBuilder, BuiltStep, has_mixes, route_of
+from loraplex.engine.batch import BatchBuilder, BuiltStep, goes_through_base, has_mixes, route_of
 from loraplex.engine.diagnosis import PROMPT_TOKENS
 from loraplex.engine.graph_sizes import graph_sizes
 from loraplex.engine.memory_plan import MemoryPlan
@@ -205,7 +205,11 @@ class DecodeGraphs:
 
     def padded_size(self, plan: SchedulePlan) -> int | None:
         """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
-        slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
+        slots = {
+            slot
+            for sequence in plan.sequences
+            if (slot := sequence.state.lora_slot) is not None and not goes_through_base(sequence)
+        }
         num_rows = len(plan.sequences)
         if slots and has_mixes(plan.sequences):
             slots = slots.union(*(sequence.state.mix_slots for sequence in plan.sequences))

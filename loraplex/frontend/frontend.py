@@ -102,12 +102,19 @@ class Front:
 
 
 def adapter_ref(refs: Sequence[LoRARef], choice: AdapterChoice) -> AdapterRef | None:
-    """One adapter with a weight of 1 is no mix: it shares all with requests for the adapter."""
+    """One adapter with a weight of 1 is no mix: it shares all with requests for the adapter.
+
+    Raises InvalidRequestError for an aLoRA in a mix.
+    """
     if not refs:
         return None
     first = refs[0]
     if not isinstance(choice, AdapterMix) or choice.weights == (1.0,):
-        return AdapterRef(first.adapter_id, first.adapter_digest)
+        return AdapterRef(first.adapter_id, first.adapter_digest, invocation_tokens=first.invocation_tokens)
+    activated = next((ref.adapter_name for ref in refs if ref.invocation_tokens), None)
+    if activated is not None:
+        text = "begins at its invocation (alora_invocation_tokens) and is in no mix; name it alone, with a weight of 1"
+        raise InvalidRequestError(f"adapter {activated!r} {text}", param="model")
     parts = zip(refs, choice.weights, strict=True)
     mix = tuple(MixPart(ref.adapter_id, ref.adapter_digest, weight) for ref, weight in parts)
     return AdapterRef(first.adapter_id, mix_digest(mix), mix)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from loraplex.core import Request
 from loraplex.kvcache.block_pool import BlockPool, ChunkLender, FixedChunks
-from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
+from loraplex.kvcache.prefix_cache import PrefixCache, activated_key, next_key, root_key
 
 
 @dataclass(slots=True)
@@ -17,15 +17,33 @@ class _Table:
     """One request's blocks; the first `len(keys) - 1` of them are full and have been offered to the cache.
 
     blocks: int32, which a step copies into its own table as they are: as a list they would be converted one by one in
-    every step. num_queried, num_hit: what its look-up adds to the counters once it runs; one that finds no room asks
-    again in every step.
+    every step. adapter_from: `Request.adapter_from`. num_queried, num_hit: what its look-up adds to the counters once
+    it runs; one that finds no room asks again in every step.
     """
 
     adapter_digest: str
     keys: list[bytes]
     blocks: array[int] = field(default_factory=lambda: array("i"))
+    adapter_from: int = 0
     num_queried: int = 0
     num_hit: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> _Table:
+        digest = "" if request.adapter_from else request.adapter_digest
+        return cls(request.adapter_digest, [root_key(digest, request.cache_salt)], adapter_from=request.adapter_from)
+
+    def next_key(self, token_ids: Sequence[int], block_size: int) -> bytes:
+        """Of the block behind those that have keys."""
+        begin = (len(self.keys) - 1) * block_size
+        parent = self.keys[-1]
+        if begin <= self.adapter_from < begin + block_size and self.adapter_from:
+            parent = activated_key(parent, self.adapter_digest, self.adapter_from)
+        return next_key(parent, token_ids[begin : begin + block_size])
+
+    def digest_of_last(self, block_size: int) -> str:
+        """Whose KV the last block with a key holds: the base's before an aLoRA's invocation."""
+        return "" if (len(self.keys) - 1) * block_size <= self.adapter_from else self.adapter_digest
 
 
 class KVBlockAllocator:
@@ -78,15 +96,15 @@ class KVBlockAllocator:
 
     def start(self, request: Request, token_ids: Sequence[int]) -> int:
         assert request.request_id not in self._tables, f"request {request.request_id} has a block table already"
-        table = _Table(request.adapter_digest, [root_key(request.adapter_digest, request.cache_salt)])
+        table = _Table.of(request)
         with self._lock:
             self._tables[request.request_id] = table
             if self._cache is None:
                 return 0
             # The last token is always computed: the step needs its logits. Prompt logprobs need those of every token.
             is_sharable = request.sampling_params.prompt_logprobs is None
-            for begin in range(0, len(token_ids) - self._block_size if is_sharable else 0, self._block_size):
-                key = next_key(table.keys[-1], token_ids[begin : begin + self._block_size])
+            for _ in range(0, len(token_ids) - self._block_size if is_sharable else 0, self._block_size):
+                key = table.next_key(token_ids, self._block_size)
                 kv_block = self._cache.find(key)
                 if kv_block is None:
                     break
@@ -130,11 +148,11 @@ class KVBlockAllocator:
         table.num_queried = table.num_hit = 0
         while len(table.keys) * self._block_size <= num_computed:
             index = len(table.keys) - 1
-            begin = index * self._block_size
-            table.keys.append(next_key(table.keys[-1], token_ids[begin : begin + self._block_size]))
+            table.keys.append(table.next_key(token_ids, self._block_size))
             with self._lock:
                 if self._pool.is_usable(table.blocks[index]):
-                    self._cache.publish(table.keys[-1], table.blocks[index], table.adapter_digest)
+                    digest = table.digest_of_last(self._block_size)
+                    self._cache.publish(table.keys[-1], table.blocks[index], digest)
 
     def withdraw(self, request_id: str) -> None:
         if self._cache is not None:

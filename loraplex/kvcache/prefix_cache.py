@@ -2,7 +2,9 @@
 
 The key of block i of a sequence is a hash chain:
     key[-1] = H(adapter_digest, cache_salt);  key[i] = H(key[i-1], token_ids[i*block_size : (i+1)*block_size])
-with H = blake2b of 16 bytes. A different adapter content or tenant gives other keys from the root on, so nothing is
+with H = blake2b of 16 bytes. Of an aLoRA, blocks wholly before its invocation have the keys of the base model, with
+which they are shared in both directions. Before the block with the invocation, its position and the adapter's digest
+are hashed into the chain. A different adapter content or tenant gives other keys from the root on, so nothing is
 shared by accident.
 """
 
@@ -24,6 +26,15 @@ def root_key(adapter_digest: str, cache_salt: str) -> bytes:
 def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a full block of `token_ids` that follows the block of `parent`."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def activated_key(parent: bytes, adapter_digest: str, adapter_from: int) -> bytes:
+    """What stands for `parent`, a key of the base's, before the first block with rows of an aLoRA.
+
+    Two prompts may have equal tokens up to a block's end, and invocations that begin in it at different positions.
+    """
+    content = parent + adapter_from.to_bytes(8) + adapter_digest.encode()
+    return blake2b(content, digest_size=16, person=b"activated").digest()
 
 
 class PrefixCache:

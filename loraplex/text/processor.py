@@ -37,6 +37,9 @@ from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+NEVER_ACTIVE = 2**63 - 1
+"""`Request.adapter_from` of an aLoRA whose invocation the prompt does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -48,11 +51,22 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """The version of an adapter that a request goes through; of a mix as `core.Request` has it."""
+    """The version of an adapter that a request goes through; of a mix as `core.Request` has it.
+
+    invocation_tokens: of an aLoRA.
+    """
 
     adapter_id: int
     adapter_digest: str
     mix: tuple[MixPart, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
+
+    def begins_in(self, token_ids: Sequence[int]) -> int:
+        """`Request.adapter_from` of a prompt. What is generated does not move it, as in peft."""
+        if not self.invocation_tokens:
+            return 0
+        start = last_occurrence(self.invocation_tokens, token_ids)
+        return NEVER_ACTIVE if start is None else start
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,7 @@ class InputProcessor:
         params_with_seed = replace(params, seed=seed)
         arrival_s = time.time()
         room = self._limits.max_model_len - len(token_ids)
+        adapter_from = 0 if adapter is None else adapter.begins_in(token_ids)
         children = []
         for index in range(params.n):
             child = params_with_seed.child(index)
@@ -134,6 +149,7 @@ class InputProcessor:
                     cache_salt=cache_salt,
                     arrival_s=arrival_s,
                     mix=() if adapter is None else adapter.mix,
+                    adapter_from=adapter_from,
                 )
             )
         words = prompt if isinstance(prompt, str) else None
@@ -405,3 +421,15 @@ class OutputProcessor:
 
 def _named(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenLogprobs:
     return logprobs if tokenizer is None else PackedLogprobs(logprobs, tokenizer.token_text)
+
+
+def last_occurrence(sought: Sequence[int], token_ids: Sequence[int]) -> int | None:
+    """Where `sought`, which is not empty, begins in `token_ids` for the last time; None: nowhere.
+
+    A character stands for each token that is sought, another for all the rest, so that Python's search of strings does
+    the work. From the end, since only `find` is linear whatever a client repeats: 10 ms of 131,000 tokens.
+    """
+    chars = {token_id: chr(index) for index, token_id in enumerate(dict.fromkeys(sought), 1)}
+    text = "".join(map(chars.get, reversed(token_ids), itertools.repeat("\0")))
+    distance = text.find("".join(map(chars.__getitem__, reversed(sought))))
+    return None if distance < 0 else len(token_ids) - distance - len(sought)

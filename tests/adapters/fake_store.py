@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from loraplex.adapters.registry import Journal, LoRARegistry, NameChange, NameRecord, NameUsage, OpenedAdapter
+from loraplex.adapters.registry import (
+    AdapterText,
+    Journal,
+    LoRARegistry,
+    NameChange,
+    NameRecord,
+    NameUsage,
+    OpenedAdapter,
+)
 from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
 from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, AdapterPathNotFoundError, JournalError
 from loraplex.events import EventKind
@@ -160,6 +168,7 @@ class FakeSources:
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
+        self.texts: dict[str, AdapterText] = {}
         self.num_opened: Counter[str] = Counter()
         self.faults = Faults()
 
@@ -169,7 +178,7 @@ class FakeSources:
         self.faults.meet("open")
         if digest == "missing":
             raise AdapterPathNotFoundError(f"no such path: {path}")
-        return OpenedAdapter(path=f"/cache{path}", adapter_digest=digest, nbytes=NBYTES, max_rank=8)
+        return OpenedAdapter(f"/cache{path}", digest, NBYTES, 8, self.texts.get(path))
 
 
 class MemoryJournal:

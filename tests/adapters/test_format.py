@@ -11,6 +11,7 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 
 from loraplex.adapters.fields import HONOURED, IGNORED, REFUSED, Verdict, is_set
 from loraplex.adapters.format import PEFTHelper
@@ -95,7 +96,6 @@ LORA_DEFAULTS = {field.name: field for field in dataclasses.fields(peft.LoraConf
 SET_VALUES: dict[str, Any] = {
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1, 2],
-    "alora_invocation_tokens": [5],
     "target_parameters": ["experts.gate_up_proj"],
     "layer_replication": [[0, 4], [2, 5]],
     "use_qalora": True,
@@ -159,6 +159,62 @@ def test_a_field_that_says_nothing_is_accepted(name: str, value: Any) -> None:
 def test_a_field_of_training_only_is_accepted(name: str, value: Any) -> None:
     assert reasons(**{name: value}) == []
     assert helper(**{name: value}).canonical() == helper().canonical()
+
+
+@pytest.mark.parametrize("value", [[5], [5, 5, 7], [2**31 - 1] * 1024])
+def test_invocation_tokens_are_read_and_are_part_of_the_content(value: list[int]) -> None:
+    found = helper(alora_invocation_tokens=value)
+    assert found.reasons(LIMITS) == []
+    assert found.invocation_tokens == tuple(value)
+    verdict = next(each for each in found.verdicts if each.name == "alora_invocation_tokens")
+    assert verdict.verdict is Verdict.HONOURED
+    assert found.canonical() != helper().canonical()
+    assert found.canonical() != helper(alora_invocation_tokens=[*value, 1]).canonical()
+    assert found.naming() != helper().naming()
+
+
+@pytest.mark.parametrize("value", [None, [], 0, ""])
+def test_no_invocation_tokens_are_a_plain_lora_as_in_peft(value: Any) -> None:
+    found = helper(alora_invocation_tokens=value)
+    assert found.reasons(LIMITS) == []
+    assert (found.invocation_tokens, found.canonical()) == ((), helper().canonical())
+
+
+@pytest.mark.parametrize("value", [7, "ab", True, [-1], [2**31], [True], [1.0], [[1]], {"a": 1}, [5] * 1025])
+def test_invocation_tokens_that_are_none_are_refused_by_name(value: Any) -> None:
+    (reason,) = reasons(alora_invocation_tokens=value)
+    assert reason.startswith("alora_invocation_tokens must be a list of at most 1024 token ids, got ")
+    assert len(reason) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_dora", True),
+        ("init_lora_weights", "mica"),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("modules_to_save", ["lm_head"]),
+        ("trainable_token_indices", [1, 2]),
+    ],
+)
+def test_what_acts_on_rows_before_an_invocation_is_refused_beside_it(name: str, value: Any) -> None:
+    assert reasons(**{name: value}) == []
+    (reason,) = reasons(alora_invocation_tokens=[5], **{name: value})
+    assert reason.startswith(f"{name}={value!r} with alora_invocation_tokens: ")
+    if "peft does not load that" in reason:
+        config = peft.LoraConfig(
+            target_modules=["0"], task_type="CAUSAL_LM", alora_invocation_tokens=[5], **{name: value}
+        )
+        with pytest.raises(ValueError, match="unsupported variant combination"):
+            peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), config)
+    else:
+        assert "it acts on the rows before the invocation, too" in reason
+
+
+@pytest.mark.parametrize("field", [{"lora_bias": True}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}])
+def test_what_is_part_of_the_delta_may_stand_beside_an_invocation(field: dict[str, Any]) -> None:
+    assert reasons(alora_invocation_tokens=[5], **field) == []
 
 
 def test_an_unknown_key_is_a_warning_when_it_says_nothing_and_refused_otherwise() -> None:

@@ -61,6 +61,17 @@ def test_it_says_which_files_are_about_text(adapter: PeftAdapter) -> None:
     assert "text of its requests: tokenizer.json, chat_template.jinja" in inspect_adapter(adapter.path).describe()
 
 
+def test_it_says_what_activates_an_alora(adapter: PeftAdapter) -> None:
+    plain = inspect_adapter(adapter.path, adapter.targets).adapter_digest
+    edit_config(adapter.path, alora_invocation_tokens=[60, 61])
+    report = inspect_adapter(adapter.path, adapter.targets)
+    assert report.is_honoured
+    assert report.adapter_digest != plain
+    assert "honoured alora_invocation_tokens = [60, 61]" in report.describe()
+    edit_config(adapter.path, bias="all")
+    assert inspect_adapter(adapter.path).reasons[0].startswith("bias='all' with alora_invocation_tokens")
+
+
 def test_without_a_base_it_says_so_and_finds_what_it_can(adapter: PeftAdapter) -> None:
     report = inspect_adapter(adapter.path)
     assert report.is_honoured

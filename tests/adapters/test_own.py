@@ -476,3 +476,18 @@ def assert_fits(adapter: LoRAModel, targets: tuple[LoraTarget, ...]) -> None:
             expected |= {"row_ids": (len(ids),), "weight": (len(ids), whole[1])}
         assert {field: tuple(tensor.shape) for field, tensor in layer.tensors.items()}.items() <= expected.items()
         assert layer.tensors
+
+
+ROWS_BEFORE = (
+    "a weight of its own would change the rows before the invocation; save it with save_embedding_layers=False"
+)
+
+
+@pytest.mark.parametrize("name", ["LoRA of both", "added tokens"])
+def test_an_alora_has_nothing_but_deltas_of_linears(changed: Callable[..., tuple[str, ...]], name: str) -> None:
+    """Layers that peft saved beside a target, or because tokens were added, would count for rows before, too."""
+    assert changed(name) == ()
+    named = "target_modules names {!r}: alora_invocation_tokens of it is not supported; train a LoRA of it"
+    expected = [named.format(module) for module in ("lm_head", "model.embed_tokens") if name == "LoRA of both"]
+    expected += [f"{module}: {ROWS_BEFORE}" for module in ("lm_head", "model.embed_tokens")]
+    assert list(changed(name, alora_invocation_tokens=[5, 6])) == expected

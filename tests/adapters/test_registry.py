@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loraplex.adapters.registry import LoadStatus, LoRARegistry
+from loraplex.adapters.registry import AdapterText, LoadStatus, LoRARegistry
 from loraplex.core import AddOutcome, Tier
 from loraplex.errors import (
     AdapterConflictError,
@@ -777,6 +777,16 @@ def test_a_clone_reads_nothing_and_lives_by_itself(bench: Bench) -> None:
     assert bench.registry.resolve("copy") == copy.ref
     assert bench.store.specs.keys() == {copy.ref.adapter_id}
     bench.registry.unload("copy")
+
+
+def test_a_clone_has_the_text_of_its_original(bench: Bench) -> None:
+    """Its tokenizer, its chat template, and what activates an aLoRA."""
+    text = AdapterText.activated(AdapterText.of({"chat_templates": {"default": "x"}}), (5, 6))
+    bench.sources.texts["/sql"] = text
+    bench.registry.load("sql", "/sql")
+    copy = bench.registry.clone("sql", "copy").ref
+    assert copy.text == text
+    assert copy.invocation_tokens == (5, 6)
 
 
 def test_a_clone_of_what_is_there_already_says_so_or_is_refused(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from loraplex.adapters.registry import AdapterText, LoRARegistry, OpenedAdapter
 from loraplex.errors import ConfigError, JournalError
 from tests.adapters.fake_store import Bench
 
-BASE = "/models/base"
+BASE, DIGEST = "/models/base", "d" * 64
 
 
 def text_of(words: str) -> AdapterText:
@@ -31,7 +31,7 @@ class Life:
 
     @staticmethod
     def _open(path: str) -> OpenedAdapter:
-        return OpenedAdapter(path, "d" * 64, 1, 8, None if path == "/plain" else text_of(path))
+        return OpenedAdapter(path, DIGEST, 1, 8, None if path == "/plain" else text_of(path))
 
     def texts(self) -> dict[str, AdapterText | None]:
         return {name: ref.text for name, ref in self.registry.refs().items()}
@@ -128,3 +128,17 @@ def test_a_text_that_could_not_be_written_is_written_with_the_next(begin: Callab
     life.registry.load("b", "/two")
     assert names_in(folder) == {"1.json", "2.json"}
     assert begin().texts() == {"a": text_of("/one"), "b": text_of("/two")}
+
+
+def test_what_activates_an_alora_outlives_the_process_and_its_files(begin: Callable[[], Life]) -> None:
+    life = begin()
+    opened = AdapterText.activated(None, (5, 6)), AdapterText.activated(text_of("x"), (7,))
+    for text in opened:
+        with patch.object(Life, "_open", staticmethod(lambda path, text=text: OpenedAdapter(path, DIGEST, 1, 8, text))):
+            life = begin()
+            life.registry.load("a", f"/{text.digest}", load_inplace=True)
+    life = begin()
+    assert life.registry.resolve("a").invocation_tokens == (7,)
+    assert life.registry.resolve("a@1").invocation_tokens == (5, 6)
+    life.registry.move("a")
+    assert begin().registry.resolve("a").invocation_tokens == (5, 6)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +19,7 @@ from loraplex.engine.step_buffers import HostBuffers
 from loraplex.errors import InvalidRequestError
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceLayout, SlotTable
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.text.processor import NEVER_ACTIVE
 
 BLOCK_SIZE = 8
 TABLE_WIDTH = 8
@@ -67,6 +72,14 @@ class TestLoRAMapping:
         assert rebuilt.tolist() == mapping.index_mapping.tolist()
 
 
+def activated(plan: SchedulePlan, begins: Mapping[int, int]) -> SchedulePlan:
+    """The same, where sequence i goes through its adapter from position `begins[i]` on."""
+    for index, adapter_from in begins.items():
+        state = plan.sequences[index].state
+        state.request = replace(state.request, adapter_from=adapter_from)
+    return plan
+
+
 class TestBatchBuilder:
     def make(self, *asked: tuple[int | None, int, int, int]) -> tuple[BatchBuilder, SchedulePlan, KVBlockAllocator]:
         """Sequences (lora_slot, length, start, num_tokens) with their KV reserved."""
@@ -93,6 +106,64 @@ class TestBatchBuilder:
         assert batch.lora.segments == (LoraSegment(12, 15, 0), LoraSegment(15, 20, 1))
         assert [s.state.request.request_id for s in step.sampled] == ["r1", "r0", "r3"]
         assert batch.logits_indices.tolist() == [11, 15, 19]
+
+    def test_rows_before_an_invocation_are_base_rows(self) -> None:
+        """One chunk lies before it, one behind, one on both sides; the last one's sequence stays whole."""
+        builder, plan, _ = self.make((1, 10, 9, 1), (1, 12, 0, 6), (1, 9, 2, 7), (None, 5, 0, 5), (0, 8, 0, 8))
+        plan = activated(plan, {0: 9, 1: 6, 2: 4})
+        step = builder.build(plan)
+        assert step.batch.token_ids.tolist() == [
+            *range(100, 106),
+            *range(300, 305),
+            *range(400, 408),
+            9,
+            *range(202, 209),
+        ]
+        assert step.batch.attention.q_indptr.tolist() == [0, 6, 11, 19, 20, 27]
+        assert step.batch.lora is not None
+        assert step.batch.lora.segments == (LoraSegment(11, 19, 0), LoraSegment(19, 20, 1), LoraSegment(22, 27, 1))
+
+    def test_a_step_before_all_invocations_has_no_plan(self) -> None:
+        builder, plan, _ = self.make((1, 10, 0, 6), (0, 12, 11, 1), (None, 5, 0, 5))
+        assert builder.build(activated(plan, {0: 6, 1: NEVER_ACTIVE})).batch.lora is None
+        builder, plan, _ = self.make((0, 12, 11, 1), (None, 5, 4, 1))
+        assert builder.build(activated(plan, {0: NEVER_ACTIVE}), padded_size=4).batch.lora is None
+
+    @given(
+        st.lists(
+            st.tuples(
+                st.one_of(st.none(), st.integers(0, 2)),  # lora_slot
+                st.integers(1, 20),  # length
+                st.floats(0, 1),  # where the chunk begins
+                st.floats(0, 1),  # and how much of the rest it takes
+                st.one_of(st.just(0), st.integers(0, 24), st.just(NEVER_ACTIVE)),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    def test_each_row_goes_through_its_adapter_from_the_invocation_on(
+        self, drawn: list[tuple[int | None, int, float, float, int]]
+    ) -> None:
+        asked, begins = [], {}
+        for index, (slot, length, begin, share, adapter_from) in enumerate(drawn):
+            start = int(begin * (length - 1))
+            asked.append((slot, length, start, 1 + int(share * (length - start - 1))))
+            begins[index] = 0 if slot is None else adapter_from
+        builder, plan, _ = self.make(*asked)
+        lora = builder.build(plan := activated(plan, begins)).batch.lora
+        tokens = builder.build(plan).batch.token_ids.tolist()
+        found = dict.fromkeys(range(len(tokens)), -1)
+        for segment in () if lora is None else lora.segments:
+            for row in range(segment.start, segment.end):
+                assert found[row] == -1, "a row is in one segment"
+                found[row] = segment.lora_slot
+        for row, token in enumerate(tokens):
+            index, position = divmod(token, 100)
+            slot = asked[index][0]
+            assert found[row] == (-1 if slot is None or position < begins[index] else slot)
+        rows_of = [token // 100 for token in tokens]
+        assert [index for index, _ in itertools.groupby(rows_of)] == list(dict.fromkeys(rows_of)), "sequences are whole"
 
     def test_a_slot_that_holds_no_adapter_is_refused_in_debug_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, plan, blocks = self.make((1, 10, 9, 1), (None, 12, 0, 12))

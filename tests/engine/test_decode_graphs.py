@@ -157,6 +157,28 @@ class TestReplay:
         assert driver.stats.eager_steps == {"prefill": 1}
         assert counts == {"equal": 15}
 
+    @pytest.mark.parametrize("beside", [None, "one"])
+    def test_an_alora_that_nothing_activates_decodes_as_the_base(
+        self, make: MakeDriver, bench: Bench, zoo: ModelZoo, beside: str | None
+    ) -> None:
+        config = LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 6, 7], task_type="CAUSAL_LM")
+        driver = make()
+        driver.registry.load("activated", str(zoo.adapter(bench.base, config)))
+        asked, case = Asked(driver, bench, beside), bench.cases[None][0]
+        request_id = driver.submit(case.prompt_token_ids, "activated", max_tokens=NUM_TOKENS)
+        with graphs_of(driver).compared() as counts:
+            driver.finish()
+        asked.check()
+        assert driver.tokens(request_id) == case.output_token_ids[:NUM_TOKENS]
+        kind = "base" if beside is None else "lora"
+        assert driver.stats.graph_steps == {kind: 15}
+        assert counts == {"equal": 15}
+        graphs_of(driver)._graphs.pop(_Key(1, has_adapters=False))
+        driver.submit(case.prompt_token_ids, "activated", max_tokens=NUM_TOKENS)
+        driver.finish()
+        assert driver.stats.graph_steps == {kind: 15}
+        assert driver.stats.eager_steps == {"prefill": 2, "not_captured": 15}
+
     def test_adapters_that_come_go_and_move_are_not_captured_again(self, make: MakeDriver, bench: Bench) -> None:
         device = TapeDevice()
         driver = make(device, max_num_seqs=2)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -48,6 +48,7 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.memory.space.arena import Owner
+from tests.engine.alora_oracle import ActivatedOracle
 from tests.engine.driver import Driver, packed_nbytes
 from tests.engine.mix_oracles import cat_oracle
 from tests.fixtures import MIN_GAP, TARGET_MODULES, VOCAB_SIZE, ModelZoo
@@ -57,8 +58,9 @@ BLOCK_SIZE = 16
 NUM_KV_BLOCKS = 9
 KV_BLOCK_BYTES = 4 * 2 * BLOCK_SIZE * 16 * 2 * 2  # fp32, K and V, head_dim 16, 2 heads, 2 layers
 NAMES = ("a", "b", "c", "d")
-CONTENTS = ("small", "medium", "other medium", "large")
-BIASED = "large"
+CONTENTS = ("small", "medium", "other medium", "large", "activated")
+BIASED, ACTIVATED = "large", "activated"
+INVOCATION = [77, 78]
 MIX_WEIGHTS = (0.7, 0.3)
 ASKS = st.tuples(
     st.sampled_from([None, *NAMES, *NAMES]), st.integers(0, 3), st.sampled_from([1, 4, NUM_TOKENS, NUM_TOKENS])
@@ -87,6 +89,9 @@ def world(zoo: ModelZoo) -> World:
         "medium": LoraConfig(r=8, lora_alpha=8, target_modules=everything, task_type="CAUSAL_LM"),
         "large": LoraConfig(r=12, lora_alpha=9, target_modules=everything, lora_bias=True, task_type="CAUSAL_LM"),
         "other medium": LoraConfig(r=8, lora_alpha=8, target_modules=everything, task_type="CAUSAL_LM"),
+        ACTIVATED: LoraConfig(
+            r=6, target_modules=everything, alora_invocation_tokens=INVOCATION, task_type="CAUSAL_LM"
+        ),
     }
     contents = {name: zoo.adapter(base, config, seed=80 + i) for i, (name, config) in enumerate(configs.items())}
     prompts, expected = find_prompts(zoo, base, contents)
@@ -97,19 +102,25 @@ def world(zoo: ModelZoo) -> World:
 def find_prompts(
     zoo: ModelZoo, base: Path, contents: Mapping[str, Path]
 ) -> tuple[list[list[int]], dict[tuple[str, ...], list[tuple[int, ...]]]]:
-    """Four prompts of three lengths, two of which begin alike, on which no oracle is near a tie."""
-    oracles = {(): zoo.oracle(base), **{(name,): zoo.oracle(base, path) for name, path in contents.items()}}
-    for pair in itertools.combinations(sorted(set(contents) - {BIASED}), 2):
+    """Four prompts of three lengths, two of which begin alike, on which no oracle is near a tie. All but the shortest
+    have the invocation of an aLoRA; the second has it where the first has it, too, and once more."""
+    oracles: dict[tuple[str, ...], Any] = {(): zoo.oracle(base)}
+    for name, path in contents.items():
+        activated = ActivatedOracle(zoo, base, path) if name == ACTIVATED else None
+        oracles[(name,)] = activated or zoo.oracle(base, path)
+    for pair in itertools.combinations(sorted(set(contents) - {BIASED, ACTIVATED}), 2):
         oracles[pair] = cat_oracle(
             zoo, base, [(contents[each], weight) for each, weight in zip(pair, MIX_WEIGHTS, strict=True)]
         )
     prompts: list[list[int]] = []
     expected: dict[tuple[str, ...], list[tuple[int, ...]]] = {name: [] for name in oracles}
     generator = torch.Generator().manual_seed(3)
-    for length, num_shared in ((20, 0), (36, BLOCK_SIZE), (9, 0), (33, 0)):
+    for length, num_shared, invoked_at in ((20, 0, 11), (36, BLOCK_SIZE, 30), (9, 0, None), (33, 0, BLOCK_SIZE)):
         shared = prompts[0][:num_shared] if num_shared else []
         fresh = torch.randint(3, VOCAB_SIZE, (16, length - num_shared), generator=generator).tolist()
         candidates = [shared + each for each in fresh]
+        for each in candidates if invoked_at is not None else ():
+            each[invoked_at : invoked_at + len(INVOCATION)] = INVOCATION
         cases = {name: oracle.greedy_batch(candidates, NUM_TOKENS) for name, oracle in oracles.items()}
         fit = next(i for i in range(16) if all(case[i].min_gap >= MIN_GAP for case in cases.values()))
         prompts.append(candidates[fit])
@@ -320,7 +331,8 @@ class EngineMachine(RuleBasedStateMachine):
         except AdapterNotFoundError:
             assert len(parts) < 2
         except InvalidRequestError:
-            assert len({self.names.aliases.get(name, name) for name in pair}) == 1
+            is_one = len({self.names.aliases.get(name, name) for name in pair}) == 1
+            assert is_one or ACTIVATED in (content for _, content in parts)
         else:
             contents = tuple(dict.fromkeys(content for _, content in parts))  # MIX_WEIGHTS of one content are all of it
             expected = self.world.expected.get(contents, [()] * 4)[prompt][:num_tokens]

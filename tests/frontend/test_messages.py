@@ -39,10 +39,11 @@ from loraplex.metrics import ChunkRun, EngineStats, MemoryMode, MemoryReport, Me
 from loraplex.performance.histogram import Histogram
 from loraplex.performance.steps import StepKind, StepProfile, StepSums, Timeline
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS
+from loraplex.text.processor import NEVER_ACTIVE
 
 SPEC = AdapterSpec(7, "sql", 2, "digest", "/adapters/sql", 4096, 16)
 PARAMS = SamplingParams(n=2, stop=("\n", "é"), logit_bias={5: -1.5}, logprobs=3, seed=-(2**63), max_tokens=None)
-REQUEST = Request("r-1", (1, 2, 3), PARAMS, 8, -5, (0, 1), 7, "digest", "tenant", 1.5)
+REQUEST = Request("r-1", (1, 2, 3), PARAMS, 8, -5, (0, 1), 7, "digest", "tenant", 1.5, adapter_from=NEVER_ACTIVE)
 LOGPROBS = {5: Logprob(-0.5, 1, "a"), 6: Logprob(-math.inf, None, None)}
 TOKENS = TokenOutput("r-1", (5, 6), FinishReason.STOP, 6, (LOGPROBS, LOGPROBS), (LOGPROBS,), 16)
 SLICE = LoraSlice("model.layers.0.self_attn.q_proj", 0, 64, 128, has_bias=True)
@@ -328,6 +329,7 @@ REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "cache_salt": texts,
     "arrival_s": st.floats(0, **bounded),
     "mix": st.lists(st.builds(MixPart, st.integers(1, 2**53), texts, st.floats(**bounded)), max_size=3).map(tuple),
+    "adapter_from": st.integers(0, NEVER_ACTIVE),
 }
 LOGPROBS_OF_TOKENS = st.lists(
     st.dictionaries(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -12,6 +15,7 @@ from loraplex.core import Request, SamplingParams
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.kvcache.block_pool import BlockPool, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
+from loraplex.text.processor import NEVER_ACTIVE
 
 BLOCK_SIZE = 8
 
@@ -27,6 +31,11 @@ def make_request(request_id: str, prompt: list[int], digest: str = "", salt: str
         adapter_digest=digest,
         cache_salt=salt,
     )
+
+
+def activated(request: Request, adapter_from: int) -> Request:
+    """The same, of an aLoRA."""
+    return replace(request, adapter_from=adapter_from if request.adapter_digest else 0)
 
 
 def compute(allocator: KVBlockAllocator, request: Request) -> int:
@@ -137,6 +146,45 @@ class TestSharing:
         assert compute(allocator, make_request("c", prompt, "one")) == 0
         assert compute(allocator, make_request("d", prompt, "two")) == 16
 
+    def test_dropping_an_alora_leaves_what_lies_before_its_invocation_to_the_base(self) -> None:
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        prompt = list(range(3 * BLOCK_SIZE + 1))
+        compute(allocator, activated(make_request("a", prompt, "one"), BLOCK_SIZE + 3))
+        allocator.free("a")
+        allocator.drop_digest("one")
+        assert compute(allocator, activated(make_request("b", prompt, "one"), BLOCK_SIZE + 3)) == BLOCK_SIZE
+        allocator.drop_digest("")
+        assert compute(allocator, make_request("c", prompt)) == 0
+
+    def test_an_invocation_elsewhere_in_the_same_block_is_other_kv(self) -> None:
+        """Of prompts that are equal up to the block's end: only what follows says where the last invocation is."""
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        prompt = list(range(3 * BLOCK_SIZE))
+        compute(allocator, activated(make_request("a", prompt, "one"), BLOCK_SIZE + 2))
+        for name, adapter_from, num_cached in (
+            ("b", BLOCK_SIZE + 3, BLOCK_SIZE),
+            ("c", BLOCK_SIZE + 2, 2 * BLOCK_SIZE),
+        ):
+            assert compute(allocator, activated(make_request(name, prompt, "one"), adapter_from)) == num_cached
+
+    @given(data=st.data())
+    def test_what_is_shared_was_computed_by_the_same_model_from_the_same_tokens(self, data: st.DataObject) -> None:
+        """Row by row: the base before an aLoRA's invocation, the adapter from there on. Nothing more, nothing less."""
+        allocator = KVBlockAllocator(64, BLOCK_SIZE)
+        owned = []
+        for name in ("a", "b"):
+            prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=5 * BLOCK_SIZE))
+            prompt = [0] * data.draw(st.integers(0, 3 * BLOCK_SIZE)) + prompt
+            digest, salt = data.draw(st.sampled_from(["", "one", "two"])), data.draw(st.sampled_from(["", "", "s"]))
+            start = data.draw(st.one_of(st.just(0), st.just(NEVER_ACTIVE), st.integers(0, len(prompt) - 1)))
+            request = activated(make_request(name, prompt, digest, salt), start)
+            owners = [digest if at >= request.adapter_from else "" for at in range(len(prompt))]
+            owned.append([salt, *zip(prompt, owners, strict=True)])
+            num_cached = compute(allocator, request)
+        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*owned, strict=False))) - 1
+        alike = min(alike, len(owned[1]) - 2)  # the last token is always computed
+        assert num_cached == max(0, alike) // BLOCK_SIZE * BLOCK_SIZE
+
     def test_prompt_logprobs_need_every_token_computed(self) -> None:
         allocator = KVBlockAllocator(16, BLOCK_SIZE)
         prompt = list(range(20))
@@ -168,11 +216,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.tokens: dict[str, list[int]] = {}
         self.counter = 0
 
-    @rule(length=st.integers(1, 30), flavour=st.integers(0, 2), digest=st.sampled_from(["", "a", "b"]))
-    def start(self, length: int, flavour: int, digest: str) -> None:
+    @rule(
+        length=st.integers(1, 30),
+        flavour=st.integers(0, 2),
+        digest=st.sampled_from(["", "a", "b"]),
+        adapter_from=st.one_of(st.just(0), st.integers(0, 40)),
+    )
+    def start(self, length: int, flavour: int, digest: str, adapter_from: int) -> None:
         self.counter += 1
         prompt = [flavour] * (length // 2) + list(range(length - length // 2))
-        request = make_request(f"r{self.counter}", prompt, digest)
+        request = activated(make_request(f"r{self.counter}", prompt, digest), adapter_from)
         num_cached = self.allocator.start(request, prompt)
         assert num_cached < len(prompt)
         if self.allocator.reserve(request.request_id, len(prompt)):

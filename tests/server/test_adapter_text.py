@@ -137,7 +137,13 @@ async def test_the_adapters_page_says_what_each_brings(client: AsyncClient, engi
         text = AdapterText.of({"chat_templates": {"default": "x"}, "generation_config": {}})
         return OpenedAdapter(path, "e" * 64, 1, 1, text)
 
-    registry = LoRARegistry(engine.store, open_with_text, base_names=["base"])
+    def open_activated(path: str) -> OpenedAdapter:
+        return OpenedAdapter(path, "f" * 64, 1, 1, AdapterText.activated(None, (5, 6)))
+
+    openers = {"/texts": open_with_text, "/activated": open_activated}
+    registry = LoRARegistry(engine.store, lambda path: openers[path](path), base_names=["base"])
     registry.load("texts", "/texts")
+    registry.load("activated", "/activated")
     engine._registry = registry
     assert (await client.get("/v1/adapters/texts")).json()["brings"] == ["chat_template", "generation_config"]
+    assert (await client.get("/v1/adapters/activated")).json()["brings"] == ["invocation_tokens"]

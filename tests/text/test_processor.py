@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,20 +16,24 @@ from loraplex.core import (
     FinishReason,
     Logprob,
     LoRARequest,
+    MixPart,
     Prefix,
     RequestOutput,
     SamplingParams,
     TokenOutput,
+    mix_digest,
 )
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError, PromptTooLongError
 from loraplex.frontend.messages import step_outputs
 from loraplex.text.processor import (
+    NEVER_ACTIVE,
     AdapterRef,
     InputProcessor,
     ModelLimits,
     OutputProcessor,
     PreparedRequest,
     ProcessedOutput,
+    last_occurrence,
 )
 from loraplex.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import write_directory
@@ -92,6 +98,67 @@ def test_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
 def test_a_completion_ends_where_the_model_does(asked: int | None, given: int) -> None:
     (child,) = without_tokenizer().prepare("r", [5] * 20, SamplingParams(max_tokens=asked)).children
     assert child.max_tokens == given
+
+
+@pytest.mark.parametrize(
+    ("invocation", "prompt", "adapter_from"),
+    [
+        ((), [5, 6, 7], 0),
+        ((6,), [5, 6, 7], 1),
+        ((5, 6), [5, 6, 5, 6, 7], 2),
+        ((5, 5), [5, 5, 5, 7], 1),
+        ((5, 6), [5, 6], 0),
+        ((5, 6), [5, 7, 6], NEVER_ACTIVE),
+        ((5, 6, 7), [6, 7], NEVER_ACTIVE),
+    ],
+)
+def test_an_alora_acts_from_its_last_invocation_on(
+    inputs: InputProcessor, invocation: tuple[int, ...], prompt: list[int], adapter_from: int
+) -> None:
+    """Of each completion; a plain LoRA from the beginning."""
+    adapter = AdapterRef(4, "d", invocation_tokens=invocation)
+    children = inputs.prepare("r", prompt, SamplingParams(n=2), adapter=adapter).children
+    assert [child.adapter_from for child in children] == [adapter_from] * 2
+    for child in children:
+        child.check(max_model_len=32)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"adapter_from": -1},
+        {"adapter_id": None, "adapter_digest": ""},
+        {"mix": (MixPart(4, "d", 0.5),), "adapter_digest": mix_digest([MixPart(4, "d", 0.5)])},
+    ],
+    ids=str,
+)
+def test_an_invocation_that_no_front_finds_is_refused_by_the_engine(inputs: InputProcessor, odd: Any) -> None:
+    adapter = AdapterRef(4, "d", invocation_tokens=(6,))
+    (request,) = inputs.prepare("r", [5, 6], SamplingParams(), adapter=adapter).children
+    request.check(max_model_len=32)
+    with pytest.raises(InvalidRequestError, match="adapter_from is"):
+        replace(request, **odd).check(max_model_len=32)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), max_size=40))
+def test_the_last_occurrence_is_that_of_a_plain_search(sought: list[int], token_ids: list[int]) -> None:
+    starts = [start for start in range(len(token_ids)) if token_ids[start : start + len(sought)] == sought]
+    assert last_occurrence(sought, token_ids) == max(starts, default=None)
+
+
+@pytest.mark.parametrize("sought", [[6, *[5] * 1023], [*[5] * 511, 6, *[5] * 512], [5, 5, 5, 6], [5, 7, 6]])
+def test_the_search_is_quick_in_prompts_that_nearly_match_everywhere(sought: list[int]) -> None:
+    """Token by token, a thousand times for each, it would take ten seconds and more."""
+    began_s = time.process_time()
+    assert last_occurrence(sought, [5] * 131_072) is None
+    assert last_occurrence(sought, [*sought, *[5] * 131_072]) == 0
+    assert time.process_time() - began_s < 1
+
+
+def test_tokens_of_any_vocabulary_are_found() -> None:
+    ids = [2**31 - 1, 0xD800, 0x110000, 0]
+    assert last_occurrence(ids, [*ids, 0xFFFD, *ids[1:], *ids, 1]) == 8
+    assert last_occurrence(list(range(1024)), [*range(1024), *range(1023)]) == 0
 
 
 def test_each_completion_has_a_seed_of_its_own(inputs: InputProcessor) -> None:

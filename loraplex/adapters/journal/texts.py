@@ -56,7 +56,7 @@ class SavedTexts:
             raise ConfigError(
                 f"{path}, the text of adapter {name[:80]!r}, is damaged ({error}); remove it, and load the adapter "
                 "again once the server is up (`loraplex state repair` sets it aside): until then its requests are read "
-                "as the base model's"
+                "as the base model's, and an aLoRA acts on all rows"
             ) from error
 
     def damaged(self, names: Mapping[str, NameRecord]) -> dict[Path, Damage]:

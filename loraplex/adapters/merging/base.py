@@ -51,6 +51,9 @@ class MergedAdapter:
         ]
         if model.vocab_size is not None:
             reasons.append("it has a vocabulary of its own, which the base's cannot become; serve the adapter unmerged")
+        if model.invocation_tokens:
+            text = "alora_invocation_tokens: an aLoRA does not act on all rows, and base weights do"
+            reasons.append(f"{text}; serve the adapter unmerged")
         reasons += [reason for layer in model for reason in _unmergeable(layer, layer.module_name in biased)]
         if reasons:
             raise AdapterValidationError.from_reasons(name, reasons)

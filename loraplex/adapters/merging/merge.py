@@ -126,6 +126,8 @@ def _reasons(outline: Outline) -> list[str]:
         return [f"peft_type {helper.kind} is not merged: it has no A and B"]
     if helper.use_dora:
         return ["use_dora: the norms of a DoRA are not merged, as in peft; merge adapters without them"]
+    if helper.invocation_tokens:
+        return ["alora_invocation_tokens: an aLoRA acts from its invocation on, and is not merged, as in peft"]
     parts = MERGED_PARTS.get(helper.kind)
     odd = sorted(name.canonical for name in outline.entries if parts is not None and name.part not in parts)
     return [f"{len(odd)} tensors such as {odd[0]!r} are not merged: A and B cannot say them"] if odd else []

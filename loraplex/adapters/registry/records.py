@@ -17,7 +17,8 @@ Answer = int | str
 class AdapterText:
     """What the directory of a version says about the text of its requests, as JSON (text/adapter_text.py reads it).
 
-    It stays with the version: files that change, or go, change nothing of what is loaded.
+    The tokens that activate an aLoRA are in it, too. It stays with the version: files that change, or go, change
+    nothing of what is loaded.
     """
 
     document: Mapping[str, Any] = field(compare=False)
@@ -27,16 +28,23 @@ class AdapterText:
     def of(cls, document: Mapping[str, Any]) -> Self:
         return cls(document, hashlib.sha256(cls(document, "").to_json()).hexdigest())
 
+    @classmethod
+    def activated(cls, text: AdapterText | None, invocation_tokens: Sequence[int]) -> Self:
+        """`text`, of an aLoRA."""
+        document = {} if text is None else text.document
+        return cls.of({**document, "invocation_tokens": list(invocation_tokens)})
+
     def to_json(self) -> bytes:
         return json.dumps(self.document, sort_keys=True).encode()
 
     @property
     def brings(self) -> tuple[str, ...]:
-        """What of its own the version has: `tokenizer`, `chat_template`, `generation_config`."""
+        """What of its own the version has: `tokenizer`, `chat_template`, `generation_config`, `invocation_tokens`."""
         parts = {
             "tokenizer": ("added_tokens", "special_tokens"),
             "chat_template": ("chat_templates",),
             "generation_config": ("generation_config",),
+            "invocation_tokens": ("invocation_tokens",),
         }
         return tuple(part for part, names in parts.items() if self.document.keys() & set(names))
 

@@ -35,6 +35,11 @@ class LoRARef:
     lora_path: str = ""
     text: AdapterText | None = field(default=None, repr=False)
 
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """Of an aLoRA, which acts from their last occurrence in a prompt on; (): on all rows."""
+        return () if self.text is None else tuple(self.text.document.get("invocation_tokens", ()))
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedAdapter:

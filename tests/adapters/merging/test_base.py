@@ -79,6 +79,13 @@ def test_what_the_weights_cannot_express_is_refused_by_name(tmp_path: Path) -> N
         MergedAdapter.read(str(tmp_path / "sql"), targets_of(new_base("llama")))
 
 
+def test_an_alora_is_not_merged(tmp_path: Path) -> None:
+    save_kind(tmp_path / "sql", KINDS["lora"])
+    edit_config(tmp_path / "sql", alora_invocation_tokens=[3, 4])
+    with pytest.raises(AdapterValidationError, match="alora_invocation_tokens: an aLoRA does not act on all rows"):
+        MergedAdapter.read(str(tmp_path / "sql"), targets_of(new_base("llama")))
+
+
 def test_weights_beyond_their_dtype_are_refused(tmp_path: Path) -> None:
     save_kind(tmp_path / "sql", KINDS["lora"])
     edit_config(tmp_path / "sql", lora_alpha=1e7)

@@ -39,6 +39,7 @@ AS_THEY_ARE = {
     "lora": peft.LoraConfig(r=4, lora_alpha=6, rank_pattern={"down_proj": 2}, alpha_pattern={"q_proj": 3}, **TARGETS),
     "rslora": peft.LoraConfig(r=4, use_rslora=True, layers_to_transform=[0, 2], **TARGETS),
     "lora_bias": peft.LoraConfig(r=2, lora_bias=True, **TARGETS),
+    "alora": peft.LoraConfig(r=4, alora_invocation_tokens=[3, 4], task_type="CAUSAL_LM", **TARGETS),
     "dora": peft.LoraConfig(r=4, use_dora=True, **TARGETS),
     "ia3": peft.IA3Config(target_modules=["o_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
