@@ -205,7 +205,7 @@ class LoRARegistry:
         with self._lock:
             version = self._table.answering(name)
         spec, ref = version.spec, version.ref
-        content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank)
+        content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank, ref.text)
         self._check_content(new_name, name, spec.adapter_digest)
         result = self._loader.load(LoadWish(new_name, ref.lora_path, lora_int_id, False, is_pinned, content=content))
         self._check_content(new_name, name, spec.adapter_digest)
