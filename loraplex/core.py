@@ -33,7 +33,7 @@ class LoRARequest:
     """Which adapter a prompt goes through: a name, a number >= 1 of the caller's, and a directory or hub id.
 
     `adapter_id`, `name` and `path` are the same fields under their other names. `lora_local_path` is the old name of
-    `lora_path`.
+    `lora_path`. `long_lora_max_len`: most tokens of the prompt and the output, within the adapter's context.
     """
 
     lora_name: str
@@ -50,11 +50,16 @@ class LoRARequest:
             warnings.warn("lora_local_path is deprecated: use lora_path", DeprecationWarning, stacklevel=3)
             if not self.lora_path:
                 object.__setattr__(self, "lora_path", self.lora_local_path)
-        for name in ("long_lora_max_len", "tensorizer_config_dict"):
-            if getattr(self, name) is not None:
-                raise InvalidRequestError(
-                    f"LoRARequest {self.lora_name!r}: {name}={getattr(self, name)!r} is not supported; remove it"
-                )
+        if self.tensorizer_config_dict is not None:
+            raise InvalidRequestError(
+                f"LoRARequest {self.lora_name!r}: tensorizer_config_dict={self.tensorizer_config_dict!r} is not "
+                "supported; remove it"
+            )
+        length = self.long_lora_max_len
+        if length is not None and (type(length) is not int or length < 2):
+            raise InvalidRequestError(
+                f"LoRARequest {self.lora_name!r}: long_lora_max_len must be a whole number >= 2, got {length!r}"
+            )
         if not self.lora_name:
             raise InvalidRequestError("LoRARequest: lora_name is empty; give the adapter a name")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
@@ -142,7 +147,8 @@ class Request:
     """One sequence to generate, as the engine gets it: token ids in, one completion out (n > 1 is several of these).
 
     `adapter_id` is None for the base model. Of a mix it is the first one's, and `adapter_digest` is `mix_digest`.
-    `cache_salt` separates the KV prefixes of tenants. `seed` is always set.
+    `cache_salt` separates the KV prefixes of tenants. `seed` is always set. `max_model_len`: of a
+    request through an adapter with a longer context, else 0.
     """
 
     request_id: str
@@ -156,6 +162,7 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
     mix: tuple[MixPart, ...] = ()
+    max_model_len: int = 0
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
@@ -164,8 +171,17 @@ class Request:
             return tuple(part.adapter_id for part in self.mix)
         return () if self.adapter_id is None else (self.adapter_id,)
 
-    def check(self, max_model_len: int) -> None:
-        """Raises InvalidRequestError for what no front sends: kernels read it without another look."""
+    def check(self, max_model_len: int, longest: int = 0) -> None:
+        """Raises InvalidRequestError for what no front sends: kernels read it without another look.
+
+        longest: the longest sequence that an adapter may have.
+        """
+        if self.max_model_len:
+            longest = 0 if self.adapter_id is None else longest
+            if not 0 < self.max_model_len <= longest:
+                text = f"a context of {self.max_model_len} tokens is longer than the longest here, {longest}"
+                raise InvalidRequestError(text, param="prompt")
+            max_model_len = self.max_model_len
         num_tokens = len(self.prompt_token_ids)
         if not 0 < num_tokens < max_model_len or self.max_tokens < 1:
             sizes = f"{num_tokens} prompt tokens and max_tokens {self.max_tokens}"
@@ -481,12 +497,35 @@ class AdapterStore(Protocol):
     def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]: ...
 
 
+STRETCHED_ROPE_TYPES = ("default", "linear")
+"""Those that an adapter's factor replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongContexts:
+    """What adapters may make of the base model's positions.
+
+    rope_type, rope_factor: of the base's rotary embedding; num_positions: how many it was made for before any factor.
+    scaling_factors: those that adapters may have, as the settings say.
+    """
+
+    rope_type: str
+    num_positions: int
+    rope_factor: float = 1.0
+    scaling_factors: tuple[float, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """0 where no adapter may stretch them."""
+        return int(self.num_positions * max(self.scaling_factors, default=0))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
     backend_description: which kernels run, and why no faster ones, in words. choices: what the engine chose where a
-    setting left it open, and why: a line for the log each.
+    setting left it open, and why: a line for the log each. long_contexts: None in an engine without LoRA.
     """
 
     model_path: str
@@ -503,6 +542,7 @@ class EngineInfo:
     backend_description: str = ""
     device: str = "cpu"
     choices: tuple[str, ...] = ()
+    long_contexts: LongContexts | None = None
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.fields import ALPHA, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
+from loraplex.adapters.fields import ALPHA, CONTEXT_FIELDS, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder
 from loraplex.adapters.kinds import Kind
 from loraplex.adapters.patterns import (
@@ -62,7 +62,8 @@ class PEFTHelper:
     A value that cannot be used is replaced by its default and named there, so that all else can still be checked. r,
     lora_alpha: of AdaLoRA init_r, of LoHa and LoKr `alpha`, of IA3 0 and 1. kept_ranks: what AdaLoRA's rank_pattern
     leaves of init_r, by module. token_indices: trained tokens by the end of a module's name, "" for every target.
-    is_other_method: its peft_type is not served, and nothing else of it was read.
+    context_length and the two behind it: of an adapter with a longer context than its base (long_context.py), 0 where
+    they are not said. is_other_method: its peft_type is not served, and nothing else of it was read.
     """
 
     adapter: str
@@ -88,6 +89,9 @@ class PEFTHelper:
     modules_to_save: tuple[str, ...] = ()
     token_indices: Mapping[str, tuple[int, ...]] | None = None
     ensure_weight_tying: bool = False
+    context_length: int = 0
+    vllm_max_position_embeddings: int = 0
+    vllm_long_context_scaling_factor: float = 0.0
     is_other_method: bool = False
     verdicts: tuple[FieldVerdict, ...] = ()
     problems: tuple[str, ...] = ()
@@ -149,6 +153,11 @@ class PEFTHelper:
     @property
     def has_bias(self) -> bool:
         return self.bias != "none" or self.lora_bias
+
+    @property
+    def context_fields(self) -> tuple[str, ...]:
+        """The names of those that say a longer context than the base's."""
+        return tuple(name for name in CONTEXT_FIELDS if getattr(self, name))
 
     @functools.cached_property
     def max_rank(self) -> int:
@@ -310,6 +319,7 @@ class PEFTHelper:
             fields["modules_to_save"] = self.modules_to_save
         if self.ensure_weight_tying and (self.token_indices or self.modules_to_save):
             fields["ensure_weight_tying"] = True
+        fields |= {name: getattr(self, name) for name in self.context_fields}
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -318,20 +328,23 @@ class PEFTHelper:
 
 def _of_lora(read: ConfigReader) -> dict[str, Any]:
     read.init_lora_weights()
+    rank, alpha, use_rslora = read.number("r", RANK), read.number("lora_alpha", ALPHA), read.flag("use_rslora")
+    read.vllm_lora_scaling_factor(alpha / math.sqrt(rank) if use_rslora else alpha / rank)
     return {
-        "r": read.number("r", RANK),
-        "lora_alpha": read.number("lora_alpha", ALPHA),
+        "r": rank,
+        "lora_alpha": alpha,
         **_targets(read),
         **_layers(read),
         "rank_pattern": read.pattern("rank_pattern", RANK),
         "alpha_pattern": read.pattern("alpha_pattern", ALPHA),
-        "use_rslora": read.flag("use_rslora"),
+        "use_rslora": use_rslora,
         "bias": read.bias(),
         "lora_bias": read.flag("lora_bias"),
         "fan_in_fan_out": read.fan_in_fan_out(),
         "use_dora": read.use_dora(),
         "token_indices": read.trainable_token_indices(),
         "ensure_weight_tying": read.flag("ensure_weight_tying"),
+        **read.context(),
     }
 
 
