@@ -9,17 +9,15 @@ import enum
 import math
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol, TypeVar, overload
+from typing import Any, NewType, Protocol
 
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun like the others: imported from here
 
 BASE_SLOT = -1
 """The lora_slot of rows without an adapter: they are in no segment and stay bit-identical."""
-
-Item = TypeVar("Item", covariant=True)
 
 AdapterId = NewType("AdapterId", int)
 """Process-wide number of one loaded version of an adapter; never reused."""
@@ -225,38 +223,6 @@ class Logprob:
 TokenLogprobs = Mapping[int, Logprob]
 
 
-class PackedLogprobs(TokenLogprobs):
-    """The candidates of one position, as a mapping that makes a Logprob when it is asked for.
-
-    An answer may have a quarter of a million candidates. As objects of their own they would take twice the memory, and
-    each full collection of garbage would look at all of them, which holds up a server for 100 ms; tuples of numbers it
-    passes over.
-    """
-
-    __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
-
-    def __init__(self, candidates: TokenLogprobs, text_of: Callable[[int], str | None]) -> None:
-        self._token_ids = tuple(candidates)
-        self._logprobs = tuple(each.logprob for each in candidates.values())
-        self._ranks = tuple(each.rank for each in candidates.values())
-        self._texts = tuple(map(text_of, candidates))
-
-    def __getitem__(self, token_id: int) -> Logprob:
-        if token_id not in self._token_ids:
-            raise KeyError(token_id)
-        index = self._token_ids.index(token_id)
-        return Logprob(self._logprobs[index], self._ranks[index], self._texts[index])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._token_ids)
-
-    def __len__(self) -> int:
-        return len(self._token_ids)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
     """What one engine step adds to one request. `finish_reason` is set on the last one.
@@ -289,43 +255,9 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
-class Prefix(Sequence[Item]):
-    """The first items of a list that only grows, as a tuple of them would be. A copy at each step of 256 long answers
-    would take longer than the step.
-    """
-
-    __slots__ = ("_items", "_length")
-
-    def __init__(self, items: list[Item]) -> None:
-        self._items = items
-        self._length = len(items)
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            return tuple(self._items[start:stop:step]) if step > 0 else tuple(self)[index]
-        return self._items[range(self._length)[index]]
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Prefix | tuple | list) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """`token_ids` and `logprobs` are tuples once it is finished, and a `Prefix` before."""
+    """`token_ids` and `logprobs` are tuples once it is finished, and before a `Prefix` (text/output_collections.py)."""
 
     index: int
     text: str

@@ -465,7 +465,7 @@ class ConfigReader:
         return value
 
     def context(self) -> dict[str, Any]:
-        """What vLLM reads of a longer context; 0 where it is not said. adapters/long_context.py has its meaning."""
+        """What vLLM reads of a longer context; 0 where it is not said. format.py has its meaning."""
         numbers = zip(CONTEXT_FIELDS, (CONTEXT_LENGTH, CONTEXT_LENGTH, CONTEXT_FACTOR), strict=True)
         return {name: self.number(name, number) if is_set(self.fields.get(name)) else 0 for name, number in numbers}
 

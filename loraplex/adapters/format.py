@@ -7,6 +7,15 @@ lora_alpha (`alpha` in files of LoHa and LoKr)
 AdaLoRA:  scaling = lora_alpha / (init_r + 1e-5) in every module, whatever its rank_pattern left of init_r
 VeRA:     scaling = 1
 IA3, LN_TUNING, TRAINABLE_TOKENS:  no ranks, no scaling
+
+A LoRA may be trained with a longer context than its base. As in vLLM its rows then have linear rope scaling (position
+interpolation, arXiv 2306.15595) of
+
+    factor   = vllm_long_context_scaling_factor, or ceil(context_length / positions of the base)
+
+which is in place of the base's own where that is linear, too; its context is context_length, or positions * factor. No
+other rope type is stretched: yarn and llama3 scale by dimension, and no trainer that writes these fields has them
+together with a factor.
 """
 
 from __future__ import annotations
@@ -33,6 +42,7 @@ from loraplex.adapters.patterns import (
 )
 from loraplex.adapters.regular_file import Roots
 from loraplex.config import LoRAConfig
+from loraplex.core import STRETCHED_ROPE_TYPES, LongContexts
 from loraplex.errors import AdapterFileFormatError, AdapterValidationError, shown
 
 MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -55,6 +65,15 @@ class ModuleNumbers:
     warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """rope_factor: what the adapter's rows divide the rotary frequencies by. max_model_len: prompt and output together,
+    in tokens."""
+
+    rope_factor: float
+    max_model_len: int
+
+
 @dataclass(frozen=True)
 class PEFTHelper:
     """One adapter's configuration. `problems`: why it is refused, found in the configuration alone.
@@ -62,8 +81,8 @@ class PEFTHelper:
     A value that cannot be used is replaced by its default and named there, so that all else can still be checked. r,
     lora_alpha: of AdaLoRA init_r, of LoHa and LoKr `alpha`, of IA3 0 and 1. kept_ranks: what AdaLoRA's rank_pattern
     leaves of init_r, by module. token_indices: trained tokens by the end of a module's name, "" for every target.
-    context_length and the two behind it: of an adapter with a longer context than its base (long_context.py), 0 where
-    they are not said. is_other_method: its peft_type is not served, and nothing else of it was read.
+    context_length and the two behind it: of an adapter with a longer context than its base, 0 where they are not said.
+    is_other_method: its peft_type is not served, and nothing else of it was read.
     """
 
     adapter: str
@@ -154,11 +173,6 @@ class PEFTHelper:
     def has_bias(self) -> bool:
         return self.bias != "none" or self.lora_bias
 
-    @property
-    def context_fields(self) -> tuple[str, ...]:
-        """The names of those that say a longer context than the base's."""
-        return tuple(name for name in CONTEXT_FIELDS if getattr(self, name))
-
     @functools.cached_property
     def max_rank(self) -> int:
         return max((self.r, *(self.rank_pattern or {}).values()))
@@ -218,6 +232,45 @@ class PEFTHelper:
             yield
         except PatternError as error:
             raise AdapterValidationError.from_reasons(self.adapter, [str(error)]) from error
+
+    # ---------------------------------------------------------------------------------------------------------- context
+
+    @property
+    def context_fields(self) -> tuple[str, ...]:
+        """The names of those that say a longer context than the base's."""
+        return tuple(name for name in CONTEXT_FIELDS if getattr(self, name))
+
+    def long_context(self, base: LongContexts) -> LongContext | None:
+        """None where the adapter has the base's positions. `context_reasons` is about the others."""
+        factor = self.vllm_long_context_scaling_factor or base.rope_factor
+        if self.context_length and not self.vllm_long_context_scaling_factor:
+            factor = float(math.ceil(self.context_length / base.num_positions))
+        if factor == base.rope_factor:
+            return None
+        return LongContext(factor, self.context_length or int(base.num_positions * factor))
+
+    def context_reasons(self, base: LongContexts) -> list[str]:
+        """Why this base refuses the adapter's context."""
+        found, stated, end = [], self.vllm_max_position_embeddings, base.num_positions
+        if stated not in (0, end):
+            text = "it was trained on a base of other positions"
+            found.append(f"vllm_max_position_embeddings={stated}: {text}, here {end}")
+        context = self.long_context(base)
+        if context is None:
+            return found
+        factor, what = context.rope_factor, f"it stretches the base's {end} positions by {context.rope_factor:g}"
+        if base.rope_type not in STRETCHED_ROPE_TYPES:
+            names = " or ".join(STRETCHED_ROPE_TYPES)
+            found.append(f"{what}, but their rope_type is {base.rope_type!r}: only {names} is stretched")
+        elif factor < base.rope_factor:
+            found.append(f"{what}, which is less than the base's own factor, {base.rope_factor:g}")
+        elif context.max_model_len > end * factor:
+            found.append(f"{what}, to {int(end * factor)}, and context_length is {context.max_model_len}")
+        elif factor not in base.scaling_factors:
+            allowed = ", ".join(f"{each:g}" for each in base.scaling_factors) or "none"
+            text = f"long_lora_scaling_factors allows {allowed}: start the server with {factor:g} among them"
+            found.append(f"{what}; {text}")
+        return found
 
     # --------------------------------------------------------------------------------------------------------- matching
 

@@ -25,7 +25,6 @@ from loraplex.adapters.kinds import (
     no_part,
     unused_reasons,
 )
-from loraplex.adapters.long_context import LongContext
 from loraplex.adapters.regular_file import check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.validation import WHY_CALLED, TensorCheck, why_uncalled
@@ -194,7 +193,7 @@ def _judge(path: str | Path, helper: PEFTHelper, reader: CheckedReader) -> tuple
 
 
 def _context(helper: PEFTHelper, base: LongContexts | None) -> str:
-    context = None if base is None else LongContext.of(helper, base)
+    context = None if base is None else helper.long_context(base)
     if context is None or base is None:
         return "a longer one, which depends on the base's positions" if helper.context_fields and base is None else ""
     stretched = f"the base's {base.num_positions} positions stretched by {context.rope_factor:g}"

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder
-from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.long_context import LongContext
+from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader, LoRAModel

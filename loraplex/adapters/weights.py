@@ -26,10 +26,8 @@ import torch
 
 from loraplex.adapters.conversion import Converter, are_equal, converter_of, with_tokens
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFolder, read_files
-from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
-from loraplex.adapters.long_context import LongContext
-from loraplex.adapters.long_context import reasons as long_context_reasons
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
 from loraplex.adapters.regular_file import Roots, check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
@@ -282,7 +280,7 @@ class CheckedReader:
         check = TensorCheck(helper, self._base, self.lora_config.lora_extra_vocab_size)
         key = _key(file, helper)
         blueprint, reasons = self._get(key), helper.reasons(self.lora_config)
-        reasons += [] if self._long_contexts is None else long_context_reasons(helper, self._long_contexts)
+        reasons += [] if self._long_contexts is None else helper.context_reasons(self._long_contexts)
         if blueprint is None:
             check_size(file.nbytes, max_bytes, helper.adapter)
             blueprint = _blueprint(file, check)
@@ -302,7 +300,7 @@ class CheckedReader:
         layers = _convert(layers, self.lora_config, helper.adapter)
         warnings = (*helper.warnings, *blueprint.warnings)
         rank = max((layer.rank for layer in layers.values()), default=0)
-        context = None if self._long_contexts is None else LongContext.of(helper, self._long_contexts)
+        context = None if self._long_contexts is None else helper.long_context(self._long_contexts)
         return LoRAModel(digest, rank, layers, 0, warnings, blueprint, blueprint.vocab_size, context)
 
     def _get(self, key: Hashable) -> Blueprint | None:

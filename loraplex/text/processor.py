@@ -20,8 +20,6 @@ from loraplex.core import (
     LoRAMix,
     LoRARequest,
     MixPart,
-    PackedLogprobs,
-    Prefix,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -32,6 +30,7 @@ from loraplex.core import (
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
 from loraplex.performance.requests import RequestRecorder
 from loraplex.text.detokenizer import IncrementalDetokenizer, prompt_context
+from loraplex.text.output_collections import PackedLogprobs, Prefix
 from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 

@@ -14,13 +14,13 @@ from loraplex.core import (
     FinishReason,
     Logprob,
     LoRARequest,
-    Prefix,
     RequestOutput,
     SamplingParams,
     TokenOutput,
 )
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError, PromptTooLongError
 from loraplex.frontend.messages import step_outputs
+from loraplex.text.output_collections import Prefix
 from loraplex.text.processor import (
     AdapterRef,
     InputProcessor,
