@@ -49,10 +49,10 @@ class FakeModelInfo:
     vocab_size: int = FakeTokenizer.vocab_size
     dtype: str = "float32"
     backend: str = "fake"
+    longest_len: int = 0
 
-    @property
-    def longest_len(self) -> int:
-        return self.max_model_len
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest_len", max(self.longest_len, self.max_model_len))
 
 
 @dataclass(frozen=True, slots=True)
