@@ -25,6 +25,12 @@ DEFAULT_HOST_BYTES = 4 * 2**30
 DEFAULT_DISK_BYTES = 16 * 2**30
 DEFAULT_GPU_UTILIZATION = 0.9
 
+MAX_CONTEXT = 2**24
+"""Tokens: up to here float32, in which positions are turned into angles, has every whole number."""
+
+MAX_CONTEXT_FACTOR = 1024
+"""Of an adapter that stretches the base model's context."""
+
 
 Size = int | str
 
@@ -127,6 +133,11 @@ class LoRAConfig:
     lora_extra_vocab_size: int = setting(
         256, "most tokens that an adapter may add to the base model's vocabulary (vLLM's name); 0: none"
     )
+    long_lora_scaling_factors: tuple[float, ...] = setting(
+        (),
+        "a factor by which adapters may stretch the base model's context; repeatable; the KV cache holds a request of "
+        "the longest (vLLM's name; default: none)",
+    )
     disk_memory_bytes: int = setting(
         DEFAULT_DISK_BYTES,
         "disk bytes for packed adapters, which load faster than from their source; 0: none",
@@ -200,6 +211,11 @@ class LoRAConfig:
         _require(
             self.lora_extra_vocab_size >= 0,
             f"lora_extra_vocab_size must be >= 0, got {self.lora_extra_vocab_size}",
+        )
+        object.__setattr__(self, "long_lora_scaling_factors", tuple(self.long_lora_scaling_factors or ()))
+        _require(
+            all(1 < factor <= MAX_CONTEXT_FACTOR for factor in self.long_lora_scaling_factors),
+            f"long_lora_scaling_factors must be > 1 and <= {MAX_CONTEXT_FACTOR}, got {self.long_lora_scaling_factors}",
         )
 
     def effective_dtype(self, adapter_dtype: str) -> str:

@@ -9,17 +9,15 @@ import enum
 import math
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol, TypeVar, overload
+from typing import Any, NewType, Protocol
 
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun like the others: imported from here
 
 BASE_SLOT = -1
 """The lora_slot of rows without an adapter: they are in no segment and stay bit-identical."""
-
-Item = TypeVar("Item", covariant=True)
 
 AdapterId = NewType("AdapterId", int)
 """Process-wide number of one loaded version of an adapter; never reused."""
@@ -33,7 +31,7 @@ class LoRARequest:
     """Which adapter a prompt goes through: a name, a number >= 1 of the caller's, and a directory or hub id.
 
     `adapter_id`, `name` and `path` are the same fields under their other names. `lora_local_path` is the old name of
-    `lora_path`.
+    `lora_path`. `long_lora_max_len`: most tokens of the prompt and the output, within the adapter's context.
     """
 
     lora_name: str
@@ -50,11 +48,16 @@ class LoRARequest:
             warnings.warn("lora_local_path is deprecated: use lora_path", DeprecationWarning, stacklevel=3)
             if not self.lora_path:
                 object.__setattr__(self, "lora_path", self.lora_local_path)
-        for name in ("long_lora_max_len", "tensorizer_config_dict"):
-            if getattr(self, name) is not None:
-                raise InvalidRequestError(
-                    f"LoRARequest {self.lora_name!r}: {name}={getattr(self, name)!r} is not supported; remove it"
-                )
+        if self.tensorizer_config_dict is not None:
+            raise InvalidRequestError(
+                f"LoRARequest {self.lora_name!r}: tensorizer_config_dict={self.tensorizer_config_dict!r} is not "
+                "supported; remove it"
+            )
+        length = self.long_lora_max_len
+        if length is not None and (type(length) is not int or length < 2):
+            raise InvalidRequestError(
+                f"LoRARequest {self.lora_name!r}: long_lora_max_len must be a whole number >= 2, got {length!r}"
+            )
         if not self.lora_name:
             raise InvalidRequestError("LoRARequest: lora_name is empty; give the adapter a name")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
@@ -143,6 +146,7 @@ class Request:
 
     `adapter_id` is None for the base model. Of a mix it is the first one's, and `adapter_digest` is `mix_digest`.
     `cache_salt` separates the KV prefixes of tenants. `seed` is always set. Tokens before `adapter_from` are base rows.
+    `max_model_len`: of a request through an adapter with a longer context, else 0.
     """
 
     request_id: str
@@ -157,6 +161,7 @@ class Request:
     arrival_s: float = 0.0
     mix: tuple[MixPart, ...] = ()
     adapter_from: int = 0
+    max_model_len: int = 0
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
@@ -165,8 +170,17 @@ class Request:
             return tuple(part.adapter_id for part in self.mix)
         return () if self.adapter_id is None else (self.adapter_id,)
 
-    def check(self, max_model_len: int) -> None:
-        """Raises InvalidRequestError for what no front sends: kernels read it without another look."""
+    def check(self, max_model_len: int, longest: int = 0) -> None:
+        """Raises InvalidRequestError for what no front sends: kernels read it without another look.
+
+        longest: the longest sequence that an adapter may have.
+        """
+        if self.max_model_len:
+            longest = 0 if self.adapter_id is None else longest
+            if not 0 < self.max_model_len <= longest:
+                text = f"a context of {self.max_model_len} tokens is longer than the longest here, {longest}"
+                raise InvalidRequestError(text, param="prompt")
+            max_model_len = self.max_model_len
         num_tokens = len(self.prompt_token_ids)
         if not 0 < num_tokens < max_model_len or self.max_tokens < 1:
             sizes = f"{num_tokens} prompt tokens and max_tokens {self.max_tokens}"
@@ -212,37 +226,6 @@ class Logprob:
 TokenLogprobs = Mapping[int, Logprob]
 
 
-class PackedLogprobs(TokenLogprobs):
-    """The candidates of one position, as a mapping that makes a Logprob when it is asked for.
-
-    An answer may have a quarter of a million candidates. As objects of their own they would take twice the memory, and
-    each full collection of garbage would look at all of them for 100 ms; it passes over tuples of numbers.
-    """
-
-    __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
-
-    def __init__(self, candidates: TokenLogprobs, text_of: Callable[[int], str | None]) -> None:
-        self._token_ids = tuple(candidates)
-        self._logprobs = tuple(each.logprob for each in candidates.values())
-        self._ranks = tuple(each.rank for each in candidates.values())
-        self._texts = tuple(map(text_of, candidates))
-
-    def __getitem__(self, token_id: int) -> Logprob:
-        if token_id not in self._token_ids:
-            raise KeyError(token_id)
-        index = self._token_ids.index(token_id)
-        return Logprob(self._logprobs[index], self._ranks[index], self._texts[index])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._token_ids)
-
-    def __len__(self) -> int:
-        return len(self._token_ids)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
     """What one engine step adds to one request. `finish_reason` is set on the last one.
@@ -275,41 +258,9 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
-class Prefix(Sequence[Item]):
-    """The first items of a list that only grows, as a tuple; copies would take longer than a step of 256 answers."""
-
-    __slots__ = ("_items", "_length")
-
-    def __init__(self, items: list[Item]) -> None:
-        self._items = items
-        self._length = len(items)
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            return tuple(self._items[start:stop:step]) if step > 0 else tuple(self)[index]
-        return self._items[range(self._length)[index]]
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Prefix | tuple | list) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """`token_ids` and `logprobs` are tuples once it is finished, and a `Prefix` before."""
+    """`token_ids` and `logprobs` are tuples once it is finished, and before a `Prefix` (text/output_collections.py)."""
 
     index: int
     text: str
@@ -481,12 +432,35 @@ class AdapterStore(Protocol):
     def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]: ...
 
 
+STRETCHED_ROPE_TYPES = ("default", "linear")
+"""Those that an adapter's factor replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongContexts:
+    """What adapters may make of the base model's positions.
+
+    rope_type, rope_factor: of the base's rotary embedding; num_positions: how many it was made for before any factor.
+    scaling_factors: those that adapters may have, as the settings say.
+    """
+
+    rope_type: str
+    num_positions: int
+    rope_factor: float = 1.0
+    scaling_factors: tuple[float, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """0 where no adapter may stretch them."""
+        return int(self.num_positions * max(self.scaling_factors, default=0))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
     backend_description: which kernels run, and why no faster ones, in words. choices: what the engine chose where a
-    setting left it open, and why: a line for the log each.
+    setting left it open, and why: a line for the log each. long_contexts: None in an engine without LoRA.
     """
 
     model_path: str
@@ -503,6 +477,7 @@ class EngineInfo:
     backend_description: str = ""
     device: str = "cpu"
     choices: tuple[str, ...] = ()
+    long_contexts: LongContexts | None = None
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,9 @@ from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.cpu import chosen_threads, cpu_limit
+
+if TYPE_CHECKING:
+    from loraplex.models.decoder import Decoder
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
 FOR_SERVING = (
@@ -35,11 +39,20 @@ OPTIONAL = ("huggingface-hub", "transformers", "peft", "triton")
 def report_on(path: str, base: str | None, lora_config: LoRAConfig) -> AdapterReport:
     """What an adapter has that is honoured or refused, by a base model if named. Raises AdapterError, ModelError."""
     directory = AdapterSource().fetch(path)
-    return inspect_adapter(directory, None if base is None else targets_of(base), lora_config)
+    if base is None:
+        return inspect_adapter(directory, None, lora_config)
+    model = decoder_of(base)
+    contexts = model.config.long_contexts(lora_config.long_lora_scaling_factors)
+    return inspect_adapter(directory, model.lora_targets(), lora_config, contexts)
 
 
 def targets_of(base: str) -> tuple[LoraTarget, ...]:
-    """What a base model offers to adapters, from its config.json alone: no weight is read."""
+    """What a base model offers to adapters."""
+    return decoder_of(base).lora_targets()
+
+
+def decoder_of(base: str) -> Decoder:
+    """A base model from its config.json alone: no weight is read."""
     import torch
 
     from loraplex.kernels.ops import get_backend
@@ -49,7 +62,7 @@ def targets_of(base: str) -> tuple[LoraTarget, ...]:
 
     config = ModelConfig.from_dir(resolve_model(base))
     meta = torch.device("meta")
-    return Decoder(config, get_backend("auto", meta), torch.float32, meta, enable_lora=True).lora_targets()
+    return Decoder(config, get_backend("auto", meta), torch.float32, meta, enable_lora=True)
 
 
 def print_doctor() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from loraplex.adapters.kinds import AS_LORA, MERGE, PEFT_TYPES, Kind, TypeVerdict
 from loraplex.adapters.patterns import PatternError, check_patterns
+from loraplex.config import MAX_CONTEXT, MAX_CONTEXT_FACTOR
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
 MAX_PATTERN_KEYS = 2**13
@@ -59,6 +60,8 @@ HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha
 HONOURED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora", "alora_invocation_tokens"}
 HONOURED |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
+HONOURED |= {"context_length", "vllm_max_position_embeddings", "vllm_long_context_scaling_factor"}
+HONOURED |= {"vllm_lora_scaling_factor"}
 
 IGNORED_OF_ALL = {
     "task_type": "names the training task",
@@ -84,7 +87,9 @@ IGNORED = {
 }
 
 _PLAIN = "train a plain LoRA"
-_CONTEXT = "context extension by adapter is not supported; use an adapter of the base's context"
+_CONTEXT = "say how far the context reaches with context_length"
+CONTEXT_FIELDS = ("context_length", "vllm_max_position_embeddings", "vllm_long_context_scaling_factor")
+_NO_CONTEXT = dict.fromkeys((*CONTEXT_FIELDS, "vllm_lora_scaling_factor"), "only a plain LoRA has it here")
 
 REFUSED = {
     "target_parameters": "adapters on nn.Parameter (experts) are not supported yet; use target_modules",
@@ -97,11 +102,10 @@ REFUSED = {
     "velora_config": "the file has training buffers; VeLoRA infers as plain LoRA: "
     "set it to null and drop the lora_velora_embed tensors",
     "enable_lora": "LoRA on parts of a fused layer (peft 0.2) is not supported; save the adapter with a newer peft",
-    "vllm_lora_scaling_factor": "a scaling given beside alpha and r is not supported; put it into lora_alpha",
-    "vllm_max_position_embeddings": _CONTEXT,
-    "vllm_long_context_scaling_factor": _CONTEXT,
     "vllm_long_context_scaling_factors": _CONTEXT,
-    "context_length": _CONTEXT,
+    "long_lora_scaling_factors": _CONTEXT,
+    "long_lora_max_len": _CONTEXT,
+    "max_position_embeddings": _CONTEXT,
     "added_tokens_config": "tokens are added by the tokenizer's files and by rows of embed_tokens and lm_head in the "
     "adapter's weights; save it with save_embedding_layers=True",
 }
@@ -148,6 +152,7 @@ TABLES: dict[Kind, FieldTable] = {
         },
         {
             **REFUSED,
+            **_NO_CONTEXT,
             "trainable_token_indices": "trained tokens are served of LoRA and TRAINABLE_TOKENS; train one of them",
             "use_dora": "peft has no AdaLoRA with DoRA; set it to false",
             "alora_invocation_tokens": "peft has no activated AdaLoRA; set it to null",
@@ -197,6 +202,9 @@ _NOT_ACTIVATED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bias": (_OF_ALL_ROWS, lambda value: value in ("all", "lora_only")),
     "modules_to_save": (_OF_ALL_ROWS, lambda value: is_set(value)),
     "trainable_token_indices": (_OF_ALL_ROWS, lambda value: is_set(value)),
+    **dict.fromkeys(
+        CONTEXT_FIELDS, ("the base's rows before it have the base's positions", lambda value: is_set(value))
+    ),
 }
 """Fields that cannot stand beside alora_invocation_tokens: why, and with which values."""
 
@@ -219,6 +227,8 @@ class Number:
         return is_number and 0 < value <= self.most
 
 
+CONTEXT_LENGTH = Number(int, MAX_CONTEXT, f"a positive whole number, at most {MAX_CONTEXT}")
+CONTEXT_FACTOR = Number(float, MAX_CONTEXT_FACTOR, f"a number above 0, at most {MAX_CONTEXT_FACTOR}")
 RANK = Number(int, MAX_RANK, f"a positive whole number, at most {MAX_RANK}")
 ALPHA = Number(float, sys.float_info.max, "a positive number")
 
@@ -486,6 +496,18 @@ class ConfigReader:
                 text = f"{name}={shown(self.fields[name])} with alora_invocation_tokens: {why}"
                 self._refuse(name, f"{text}; train without one of them")
         return tuple(listed)
+
+    def context(self) -> dict[str, Any]:
+        """What vLLM reads of a longer context; 0 where it is not said. format.py has its meaning."""
+        numbers = zip(CONTEXT_FIELDS, (CONTEXT_LENGTH, CONTEXT_LENGTH, CONTEXT_FACTOR), strict=True)
+        return {name: self.number(name, number) if is_set(self.fields.get(name)) else 0 for name, number in numbers}
+
+    def vllm_lora_scaling_factor(self, scaling: float) -> None:
+        """vLLM computes it of r and lora_alpha, whatever the file says: what differs was never served."""
+        value = self.fields.get("vllm_lora_scaling_factor")
+        if is_set(value) and (isinstance(value, bool) or value != scaling):
+            text = f"{scaling:g}, as lora_alpha and r have it; put the scaling into lora_alpha"
+            self._refuse_value("vllm_lora_scaling_factor", text)
 
     def init_lora_weights(self) -> None:
         value = self.fields.get("init_lora_weights")

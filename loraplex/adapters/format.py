@@ -7,6 +7,15 @@ lora_alpha (`alpha` in files of LoHa and LoKr)
 AdaLoRA:  scaling = lora_alpha / (init_r + 1e-5) in every module, whatever its rank_pattern left of init_r
 VeRA:     scaling = 1
 IA3, LN_TUNING, TRAINABLE_TOKENS:  no ranks, no scaling
+
+A LoRA may be trained with a longer context than its base. As in vLLM its rows then have linear rope scaling (position
+interpolation, arXiv 2306.15595) of
+
+    factor   = vllm_long_context_scaling_factor, or ceil(context_length / positions of the base)
+
+which is in place of the base's own where that is linear, too; its context is context_length, or positions * factor. No
+other rope type is stretched: yarn and llama3 scale by dimension, and no trainer that writes these fields has them
+together with a factor.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.fields import ALPHA, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
+from loraplex.adapters.fields import ALPHA, CONTEXT_FIELDS, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder
 from loraplex.adapters.kinds import Kind
 from loraplex.adapters.patterns import (
@@ -33,6 +42,7 @@ from loraplex.adapters.patterns import (
 )
 from loraplex.adapters.regular_file import Roots
 from loraplex.config import LoRAConfig
+from loraplex.core import STRETCHED_ROPE_TYPES, LongContexts
 from loraplex.errors import AdapterFileFormatError, AdapterValidationError, shown
 
 MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -55,6 +65,15 @@ class ModuleNumbers:
     warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """rope_factor: what the adapter's rows divide the rotary frequencies by. max_model_len: prompt and output together,
+    in tokens."""
+
+    rope_factor: float
+    max_model_len: int
+
+
 @dataclass(frozen=True)
 class PEFTHelper:
     """One adapter's configuration. `problems`: why it is refused, found in the configuration alone.
@@ -63,6 +82,7 @@ class PEFTHelper:
     lora_alpha: of AdaLoRA init_r, of LoHa and LoKr `alpha`, of IA3 0 and 1. kept_ranks: what AdaLoRA's rank_pattern
     leaves of init_r, by module. token_indices: trained tokens by the end of a module's name, "" for every target.
     invocation_tokens: of an aLoRA, which acts from their last occurrence in a prompt on; (): on all rows.
+    context_length and the two behind it: of an adapter with a longer context than its base, 0 where they are not said.
     is_other_method: its peft_type is not served, and nothing else of it was read.
     """
 
@@ -90,6 +110,9 @@ class PEFTHelper:
     token_indices: Mapping[str, tuple[int, ...]] | None = None
     ensure_weight_tying: bool = False
     invocation_tokens: tuple[int, ...] = ()
+    context_length: int = 0
+    vllm_max_position_embeddings: int = 0
+    vllm_long_context_scaling_factor: float = 0.0
     is_other_method: bool = False
     verdicts: tuple[FieldVerdict, ...] = ()
     problems: tuple[str, ...] = ()
@@ -212,6 +235,45 @@ class PEFTHelper:
         except PatternError as error:
             raise AdapterValidationError.from_reasons(self.adapter, [str(error)]) from error
 
+    # ---------------------------------------------------------------------------------------------------------- context
+
+    @property
+    def context_fields(self) -> tuple[str, ...]:
+        """The names of those that say a longer context than the base's."""
+        return tuple(name for name in CONTEXT_FIELDS if getattr(self, name))
+
+    def long_context(self, base: LongContexts) -> LongContext | None:
+        """None where the adapter has the base's positions. `context_reasons` is about the others."""
+        factor = self.vllm_long_context_scaling_factor or base.rope_factor
+        if self.context_length and not self.vllm_long_context_scaling_factor:
+            factor = float(math.ceil(self.context_length / base.num_positions))
+        if factor == base.rope_factor:
+            return None
+        return LongContext(factor, self.context_length or int(base.num_positions * factor))
+
+    def context_reasons(self, base: LongContexts) -> list[str]:
+        """Why this base refuses the adapter's context."""
+        found, stated, end = [], self.vllm_max_position_embeddings, base.num_positions
+        if stated not in (0, end):
+            text = "it was trained on a base of other positions"
+            found.append(f"vllm_max_position_embeddings={stated}: {text}, here {end}")
+        context = self.long_context(base)
+        if context is None:
+            return found
+        factor, what = context.rope_factor, f"it stretches the base's {end} positions by {context.rope_factor:g}"
+        if base.rope_type not in STRETCHED_ROPE_TYPES:
+            names = " or ".join(STRETCHED_ROPE_TYPES)
+            found.append(f"{what}, but their rope_type is {base.rope_type!r}: only {names} is stretched")
+        elif factor < base.rope_factor:
+            found.append(f"{what}, which is less than the base's own factor, {base.rope_factor:g}")
+        elif context.max_model_len > end * factor:
+            found.append(f"{what}, to {int(end * factor)}, and context_length is {context.max_model_len}")
+        elif factor not in base.scaling_factors:
+            allowed = ", ".join(f"{each:g}" for each in base.scaling_factors) or "none"
+            text = f"long_lora_scaling_factors allows {allowed}: start the server with {factor:g} among them"
+            found.append(f"{what}; {text}")
+        return found
+
     # --------------------------------------------------------------------------------------------------------- matching
 
     def match_modules(self, module_names: Sequence[str]) -> frozenset[str]:
@@ -314,6 +376,7 @@ class PEFTHelper:
             fields["modules_to_save"] = self.modules_to_save
         if self.ensure_weight_tying and (self.token_indices or self.modules_to_save):
             fields["ensure_weight_tying"] = True
+        fields |= {name: getattr(self, name) for name in self.context_fields}
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -322,14 +385,16 @@ class PEFTHelper:
 
 def _of_lora(read: ConfigReader) -> dict[str, Any]:
     read.init_lora_weights()
+    rank, alpha, use_rslora = read.number("r", RANK), read.number("lora_alpha", ALPHA), read.flag("use_rslora")
+    read.vllm_lora_scaling_factor(alpha / math.sqrt(rank) if use_rslora else alpha / rank)
     return {
-        "r": read.number("r", RANK),
-        "lora_alpha": read.number("lora_alpha", ALPHA),
+        "r": rank,
+        "lora_alpha": alpha,
         **_targets(read),
         **_layers(read),
         "rank_pattern": read.pattern("rank_pattern", RANK),
         "alpha_pattern": read.pattern("alpha_pattern", ALPHA),
-        "use_rslora": read.flag("use_rslora"),
+        "use_rslora": use_rslora,
         "bias": read.bias(),
         "lora_bias": read.flag("lora_bias"),
         "fan_in_fan_out": read.fan_in_fan_out(),
@@ -337,6 +402,7 @@ def _of_lora(read: ConfigReader) -> dict[str, Any]:
         "token_indices": read.trainable_token_indices(),
         "invocation_tokens": read.invocation_tokens(),
         "ensure_weight_tying": read.flag("ensure_weight_tying"),
+        **read.context(),
     }
 
 

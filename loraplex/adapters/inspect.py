@@ -28,9 +28,9 @@ from loraplex.adapters.kinds import (
 from loraplex.adapters.regular_file import check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.validation import WHY_CALLED, TensorCheck, why_uncalled
-from loraplex.adapters.weights import LoRAModel
+from loraplex.adapters.weights import CheckedReader
 from loraplex.config import LoRAConfig
-from loraplex.core import LoraTarget, ShardKind
+from loraplex.core import LongContexts, LoraTarget, ShardKind
 from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValidationError, shown
 
 
@@ -55,6 +55,7 @@ class AdapterReport:
     ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if
     unreadable. kind: its peft_type, and whether that is served, converted at load or refused. parts: (number, bytes) of
     tensors by part. own: what is beyond LoRA on linears; vocabulary: where the adapter's ends, if its file says it.
+    context: how far it stretches the base's, if it does.
     served_ranks, served_nbytes: what is made of a converted adapter, in float32. text_files: those about the text of
     its requests, which are read with the base's tokenizer alone, at a load.
     """
@@ -72,6 +73,7 @@ class AdapterReport:
     parts: dict[str, tuple[int, int]] | None = None
     own: tuple[OwnFact, ...] = ()
     vocabulary: str = ""
+    context: str = ""
     served_ranks: dict[int, int] | None = None
     served_nbytes: int = 0
     nbytes: int = 0
@@ -117,6 +119,7 @@ class AdapterReport:
             *((f"part {part}", f"{count} tensors, {nbytes} bytes") for part, (count, nbytes) in parts),
             *(("has", str(fact)) for fact in self.own),
             ("vocabulary", self.vocabulary),
+            ("context", self.context),
             ("rank", counts(self.ranks, "modules")),
             ("served as", served if self.served_ranks else ""),
             ("scaling", counts(self.scalings, "modules")),
@@ -132,9 +135,13 @@ def _printable(line: str) -> str:
 
 
 def inspect_adapter(
-    path: str | Path, targets: Sequence[LoraTarget] | None = None, lora_config: LoRAConfig | None = None
+    path: str | Path,
+    targets: Sequence[LoraTarget] | None = None,
+    lora_config: LoRAConfig | None = None,
+    long_contexts: LongContexts | None = None,
 ) -> AdapterReport:
-    """Read an adapter directory and judge it; with `targets`, as the base model that publishes them would.
+    """Read an adapter directory and judge it; with `targets`, as the base model that publishes them would, and with
+    `long_contexts`, what it makes of that base's positions.
 
     Raises only when there is no readable adapter_config.json; everything else is in `reasons`.
     """
@@ -156,7 +163,7 @@ def inspect_adapter(
         reasons = [*helper.reasons(limits), *unused_reasons(check.unknown, helper.kind), *check.reasons, *damaged]
         reasons, warnings = [*reasons, *_pairs(names, helper), *check.over_limits(limits)], helper.warnings
     else:
-        reasons, warnings = _judge(path, helper, targets, limits)
+        reasons, warnings = _judge(path, helper, CheckedReader(targets, limits, long_contexts))
     return replace(
         _report(path, helper, reasons, facts),
         warnings=warnings,
@@ -164,6 +171,7 @@ def inspect_adapter(
         parts=_parts(names),
         own=_own_facts(names),
         vocabulary=_vocabulary(names, targets),
+        context=_context(helper, long_contexts),
         nbytes=file.nbytes,
         num_tensors=len(file.entries),
         weight_file=file.name,
@@ -172,18 +180,24 @@ def inspect_adapter(
     )
 
 
-def _judge(
-    path: str | Path, helper: PEFTHelper, targets: Sequence[LoraTarget], limits: LoRAConfig
-) -> tuple[list[str], tuple[str, ...]]:
+def _judge(path: str | Path, helper: PEFTHelper, reader: CheckedReader) -> tuple[list[str], tuple[str, ...]]:
     """(reasons, warnings) of the base model."""
     try:
-        return [], LoRAModel.from_local_checkpoint(path, helper, targets, limits).warnings
+        return [], reader.read(Path(path), helper).warnings
     except AdapterValidationError as error:
         return list(error.reasons), helper.warnings
     except AdapterBaseMismatchError as error:
         return [error.message], helper.warnings
     except AdapterError as error:
-        return [*helper.reasons(limits), error.message], helper.warnings
+        return [*helper.reasons(reader.lora_config), error.message], helper.warnings
+
+
+def _context(helper: PEFTHelper, base: LongContexts | None) -> str:
+    context = None if base is None else helper.long_context(base)
+    if context is None or base is None:
+        return "a longer one, which depends on the base's positions" if helper.context_fields and base is None else ""
+    stretched = f"the base's {base.num_positions} positions stretched by {context.rope_factor:g}"
+    return f"{context.max_model_len} tokens, {stretched}; a step reads no more, and computes its rows' angles by it"
 
 
 def _parse(file: WeightFile, helper: PEFTHelper) -> TensorCheck:

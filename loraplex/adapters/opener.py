@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder
-from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader, LoRAModel
@@ -37,10 +37,15 @@ class AdapterOpener:
         name = shortened(path_or_id)
         model = read_adapter(directory, name, self.source, self.reader)
         folder = AdapterFolder(Path(directory), name, self.source.roots_of(Path(directory)))
-        text = self.read_text(folder, model.vocab_size)
+        text = _with_context(self.read_text(folder, model.vocab_size), model.long_context)
         if model.invocation_tokens:
             text = AdapterText.activated(text, model.invocation_tokens)
         return OpenedAdapter(directory, model.adapter_digest, model.nbytes, model.rank, text)
+
+
+def _with_context(text: AdapterText | None, context: LongContext | None) -> AdapterText | None:
+    """The context is an adapter's limit of its requests, as its vocabulary is."""
+    return text if context is None else AdapterText.of({**({} if text is None else text.document), **asdict(context)})
 
 
 def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader) -> LoRAModel:

@@ -26,14 +26,14 @@ import torch
 
 from loraplex.adapters.conversion import Converter, are_equal, converter_of, with_tokens
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFolder, read_files
-from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
 from loraplex.adapters.regular_file import Roots, check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
-from loraplex.core import LoraTarget
+from loraplex.core import LongContexts, LoraTarget
 from loraplex.errors import AdapterLoadError, AdapterValidationError
 
 BIN_COPIES = 3
@@ -158,7 +158,8 @@ class LoRAModel:
     """All layers of one adapter. `adapter_digest` identifies the content; `adapter_id` is 0 until `clone` gives one.
 
     blueprint: models that have the same one differ in nothing but their numbers. vocab_size: where the adapter's
-    vocabulary ends; None: where the base's does. invocation_tokens: of an aLoRA.
+    vocabulary ends; None: where the base's does. invocation_tokens: of an aLoRA. long_context: None where it has the
+    base's positions.
     """
 
     adapter_digest: str
@@ -169,6 +170,7 @@ class LoRAModel:
     blueprint: Blueprint | None = None
     vocab_size: int | None = None
     invocation_tokens: tuple[int, ...] = ()
+    long_context: LongContext | None = None
 
     @property
     def id(self) -> int:
@@ -228,12 +230,17 @@ class ByteBudget:
 class CheckedReader:
     """Reads adapters for the base model that publishes `targets`. Any number of threads may use it at once.
 
+    long_contexts: of that base; None: an adapter with a longer context is read as any other, and not judged by it.
+
     What they read together is bounded by the host budget, since a hundred files of a few gigabytes, sparse on disk,
     would be as many gigabytes in memory.
     """
 
-    def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
+    def __init__(
+        self, targets: Sequence[LoraTarget], lora_config: LoRAConfig, long_contexts: LongContexts | None = None
+    ) -> None:
         self.lora_config = lora_config
+        self._long_contexts = long_contexts
         self._base = base_modules(targets)
         self.max_tensors = max(MIN_TENSORS, len(self._base) * MAX_PARTS)
         """With spare, so that messages say what is wrong."""
@@ -275,6 +282,7 @@ class CheckedReader:
         check = TensorCheck(helper, self._base, self.lora_config.lora_extra_vocab_size)
         key = _key(file, helper)
         blueprint, reasons = self._get(key), helper.reasons(self.lora_config)
+        reasons += [] if self._long_contexts is None else helper.context_reasons(self._long_contexts)
         if blueprint is None:
             check_size(file.nbytes, max_bytes, helper.adapter)
             blueprint = _blueprint(file, check)
@@ -295,7 +303,8 @@ class CheckedReader:
         warnings = (*helper.warnings, *blueprint.warnings)
         rank = max((layer.rank for layer in layers.values()), default=0)
         vocab_size, invocation_tokens = blueprint.vocab_size, helper.invocation_tokens
-        return LoRAModel(digest, rank, layers, 0, warnings, blueprint, vocab_size, invocation_tokens)
+        context = None if self._long_contexts is None else helper.long_context(self._long_contexts)
+        return LoRAModel(digest, rank, layers, 0, warnings, blueprint, vocab_size, invocation_tokens, context)
 
     def _get(self, key: Hashable) -> Blueprint | None:
         with self._lock:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class BuiltStep:
 
     pending: (row of batch.token_ids, request) of tokens that the step in flight draws; they are 0 until they are taken
     from there. padded_size: rows of a decode step that a captured graph may run, padding counted; None for any other
-    step.
+    step. is_long: as `BatchBuilder.is_long` of its plan.
     """
 
     batch: StepBatch
@@ -102,6 +102,7 @@ class BuiltStep:
     prompt_rows: tuple[PromptLogitRows, ...]
     pending: tuple[tuple[int, RequestState], ...] = ()
     padded_size: int | None = None
+    is_long: bool = False
 
 
 Route = tuple[tuple[int, float], ...]
@@ -158,9 +159,10 @@ def _runs_of(sequence: ScheduledSequence) -> Iterator[tuple[Route, int]]:
 class BatchBuilder:
     """Builds the tensors of one step after the other, in buffers that are reused: only the last step's are valid.
 
-    A decode step may be padded to a number of rows: see `build`. `table_width`: KV blocks of the longest request.
-    `table`: where the adapters are; with LORAPLEX_DEBUG a step that names a slot without one raises
-    InvalidRequestError.
+    A decode step may be padded to a number of rows: see `build`. `table_width`: KV blocks of the longest request, but
+    for those through adapters with a longer context: theirs are up to `long_width`. `table`: where the adapters are;
+    with LORAPLEX_DEBUG a step that names a slot without one raises InvalidRequestError. base_rope_factor: as
+    `core.LongContexts` has it; None: padded steps have no rope_factors.
     """
 
     def __init__(
@@ -170,16 +172,34 @@ class BatchBuilder:
         lora_plan: LoraPlan,
         table_width: int,
         table: SlotTable | None = None,
+        long_width: int = 0,
+        base_rope_factor: float | None = None,
     ) -> None:
         self._blocks = blocks
         self._buffers = buffers
         self._lora_plan = lora_plan
         self._table_width = table_width
+        self._long_width = max(table_width, long_width)
+        self._table = table
+        self._base_rope_factor = base_rope_factor
         self._checked_table = table if os.environ.get(DEBUG_VARIABLE) else None
 
     @property
     def block_size(self) -> int:
         return self._blocks.block_size
+
+    @property
+    def has_long_widths(self) -> bool:
+        return self._long_width > self._table_width
+
+    @property
+    def pads_rope_factors(self) -> bool:
+        """Whether padded steps through adapters have each row's factor."""
+        return self._base_rope_factor is not None
+
+    def is_long(self, plan: SchedulePlan) -> bool:
+        """Whether a context of the plan is longer than any of the base model's."""
+        return max(each.end for each in plan.sequences) > self._table_width * self.block_size
 
     def build(self, plan: SchedulePlan, padded_size: int | None = None) -> BuiltStep:
         """With `padded_size` (only where each sequence is sampled and has one token), rows of padding follow.
@@ -202,7 +222,7 @@ class BatchBuilder:
         else:
             assert num_tokens == len(sequences) == len(sampled), "only decode steps are padded"
             assert not prompt_rows, "a decode step has no logits of prompts"
-            shape = self.padded_shape(padded_size)
+            shape = self.padded_shape(padded_size, self.is_long(plan))
         arrays = self._buffers.begin(shape)
         _write_padding(arrays, num_tokens, len(sequences), len(logits_rows))
         arrays.token_ids[:num_tokens] = np.concatenate([_tokens_of(sequence) for sequence in sequences])
@@ -212,29 +232,34 @@ class BatchBuilder:
         padding = shape.num_sequences - len(sequences)
         write = self._write_routes if has_routes else self._write_lora_plan
         lora = write(sequences, query_lens, shape.num_tokens, is_rehearsal=plan.step_id < 0)
+        has_factors = lora is not None and self._write_rope_factors(arrays, sequences, query_lens, padded_size)
         batch = self._batch(
             self._buffers.upload(shape, lora),
             lora,
             (*query_lens.tolist(), *(1,) * padding),
             (*context_lens.tolist(), *(0,) * padding),
+            has_factors,
         )
-        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, _pending(sequences), padded_size)
+        pending, is_long = _pending(sequences), self.is_long(plan)
+        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, pending, padded_size, is_long)
 
-    def blank(self, size: int, has_adapters: bool) -> StepBatch:
+    def blank(self, size: int, has_adapters: bool, is_long: bool = False) -> StepBatch:
         """A decode step of `size` rows of padding, for a capture; its tensors are those of later steps of that size.
 
         It has no lengths on the host, which would be those of the capture in every replay: a kernel that reads them
         fails here.
         """
-        shape = self.padded_shape(size)
-        _write_padding(self._buffers.begin(shape), 0, 0, 0)
+        shape = self.padded_shape(size, is_long)
+        arrays = self._buffers.begin(shape)
+        _write_padding(arrays, 0, 0, 0)
         self._lora_plan.write((), size, is_decode=True)
         tensors = self._buffers.upload(shape, self._lora_plan)
-        return self._batch(tensors, _as_captured(self._lora_plan, size) if has_adapters else None, (1,) * size, ())
+        lora = _as_captured(self._lora_plan, size) if has_adapters else None
+        return self._batch(tensors, lora, (1,) * size, (), has_adapters and self.pads_rope_factors)
 
-    def padded_shape(self, size: int) -> StepShape:
-        """Of a decode step that is padded to `size` rows."""
-        return StepShape(size, size, self._table_width, size)
+    def padded_shape(self, size: int, is_long: bool = False) -> StepShape:
+        """Of a decode step that is padded to `size` rows. is_long: as of the plan."""
+        return StepShape(size, size, self._long_width if is_long else self._table_width, size)
 
     def _batch(
         self,
@@ -242,6 +267,7 @@ class BatchBuilder:
         lora: LoraPlan | None,
         query_lens: tuple[int, ...],
         context_lens: tuple[int, ...],
+        has_rope_factors: bool,
     ) -> StepBatch:
         attention = AttentionPlan(
             q_indptr=tensors.q_indptr,
@@ -252,7 +278,10 @@ class BatchBuilder:
             context_lens_host=context_lens,
             block_size=self._blocks.block_size,
         )
-        return StepBatch(tensors.token_ids, tensors.positions, attention, lora, tensors.logits_indices)
+        factors = tensors.rope_factors if has_rope_factors else None
+        return StepBatch(
+            tensors.token_ids, tensors.positions, attention, lora, tensors.logits_indices, rope_factors=factors
+        )
 
     def _write_tables(
         self,
@@ -275,6 +304,24 @@ class BatchBuilder:
         arrays.q_indptr[: len(q_indptr)] = q_indptr
         arrays.positions[: len(positions)] = positions
         arrays.kv_slot_mapping[: len(positions)] = blocks * block_size + positions % block_size
+
+    def _write_rope_factors(
+        self,
+        arrays: StepArrays,
+        sequences: Sequence[ScheduledSequence],
+        query_lens: NDArray[np.int64],
+        padded_size: int | None,
+    ) -> bool:
+        """Of each token, by its adapter (all of a mix have one); whether they are needed: always where a graph may read
+        them."""
+        known: Mapping[int, float] = {} if self._table is None else self._table.rope_factors
+        slots = [_slot_of(sequence) for sequence in sequences]
+        if not (known.keys() & set(slots) or (padded_size is not None and self.pads_rope_factors)):
+            return False
+        base = self._base_rope_factor or 1.0
+        factors = np.array([known.get(slot, base) for slot in slots], np.float32)
+        arrays.rope_factors[: int(query_lens.sum())] = np.repeat(factors, query_lens)
+        return True
 
     def _write_lora_plan(
         self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64], num_tokens: int, is_rehearsal: bool
@@ -331,6 +378,7 @@ def _write_padding(arrays: StepArrays, num_tokens: int, num_sequences: int, num_
     arrays.context_lens[num_sequences:] = 0
     arrays.q_indptr[num_sequences:] = np.arange(num_tokens, num_tokens + len(arrays.q_indptr) - num_sequences)
     arrays.logits_indices[num_logits:] = np.arange(num_logits, len(arrays.logits_indices))
+    arrays.rope_factors[num_tokens:] = 1
 
 
 def _slot_of(sequence: ScheduledSequence) -> int:

@@ -126,6 +126,9 @@ def _info(
         backend_description=backend.description,
         device=str(memory.arena.device),
         choices=tuple(filter(None, (device_choice, memory.choice))),
+        long_contexts=None
+        if config.lora is None
+        else model_config.long_contexts(config.lora.long_lora_scaling_factors),
     )
 
 
@@ -144,7 +147,7 @@ def _make_ready(
 
     if memory.arena.device.type != "cpu":
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-        steps = rehearsals(num_tokens, num_seqs, memory.max_model_len, num_slots)
+        steps = rehearsals(num_tokens, num_seqs, memory.longest_len, num_slots)
         warm_up(runner, blocks, list(steps), told("kernels"))
     if runner.graphs is not None:
         runner.graphs.capture(told("graphs"))
@@ -291,13 +294,14 @@ def build_manager(
     targets = model.lora_targets()
     lora = _with_one_dtype(lora, backend, model)
     host_arena, copies = host_side(lora, arena)
+    reader = CheckedReader(targets, lora, model.config.long_contexts(lora.long_lora_scaling_factors))
     manager = LoRAModelManager(
         lora,
         targets,
         backend,
         model.activation_dtype,
         arena,
-        open_weights=partial(read_spec, source=source, reader=CheckedReader(targets, lora)),
+        open_weights=partial(read_spec, source=source, reader=reader),
         base=model,
         host_arena=host_arena,
         copies=copies,

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of some hundreds.
 
 At start, for each of some batch sizes, a step of that many rows is captured twice: with adapters, and without any LoRA
-kernel. A step is padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers
+kernel; and once more with adapters and wider block tables, where adapters may have a longer context than the base. A
+step is padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers
 (engine/step_buffers.py), the KV memory and the slot table, all at fixed addresses, and writes logits to one tensor that
 all graphs share. So adapters that come, go and move, and KV blocks that change hands, are no reason to capture again.
 Two things are: kernels are made for ranks up to some bound (StepCapture.rank_capacity), and for gains once the slot
@@ -77,21 +78,26 @@ def build_steps(
     """What turns a plan into tensors on the model's device, and the graphs over those tensors, not captured yet."""
     device = memory.kv.device
     graph_device = graph_device_for(config, backend, device)
-    table_width = -(-memory.max_model_len // config.block_size)
+    table_width, long_width = (-(-each // config.block_size) for each in (memory.max_model_len, memory.longest_len))
     num_tokens = max(config.max_num_batched_tokens, PROMPT_TOKENS)  # a diagnosis is no smaller
-    largest = StepShape(num_tokens, config.max_num_seqs, table_width, num_tokens)
+    largest = StepShape(num_tokens, config.max_num_seqs, long_width, num_tokens)
     # the scheduler bounds the segments by the seats, but a mix alone may have more
     lora_plan = LoraPlan(max(config.max_num_seqs, MAX_MIX_ADAPTERS), device, num_tokens, MAX_MIX_ADAPTERS)
     buffers = make_step_buffers(device, largest, lora_plan, graph_device is not None)
-    builder = BatchBuilder(blocks, buffers, lora_plan, table_width, table)
+    is_stretched = config.lora is not None and config.lora.long_lora_scaling_factors
+    rope_factor = model.config.rope.factor if is_stretched else None
+    builder = BatchBuilder(blocks, buffers, lora_plan, table_width, table, long_width, rope_factor)
     if graph_device is None:
         return builder, None
     return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, graph_sizes(config))
 
 
 class _Key(NamedTuple):
+    """is_long: of steps in which a context is longer than any of the base model's."""
+
     size: int
     has_adapters: bool
+    is_long: bool = False
 
 
 class _Captured(NamedTuple):
@@ -151,8 +157,10 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress | None = None) -> None:
         """Capture all graphs, once and before the first step. When one fails, there are none: a warning says why."""
-        kinds = (False,) if self._table is None else (True, False)
-        keys = [_Key(size, has_adapters) for size in reversed(self._sizes) for has_adapters in kinds]
+        kinds = [(False, False)] if self._table is None else [(True, False), (False, False)]
+        if self._table is not None and self._builder.has_long_widths:
+            kinds.insert(0, (True, True))
+        keys = [_Key(size, *kind) for size in reversed(self._sizes) for kind in kinds]
         began_s = time.monotonic()
         gc.collect()
         for num_done, key in enumerate(keys, 1):
@@ -172,7 +180,7 @@ class DecodeGraphs:
             if not len(self._logits):
                 shape = self._sizes[-1], self._model.config.vocab_size
                 self._logits = torch.zeros(shape, dtype=torch.float32, device=self._kv.device)
-            batch = self._builder.blank(key.size, key.has_adapters)
+            batch = self._builder.blank(*key)
             with _no_collection(), self._backend.capturing():
                 graph = self._device.capture(lambda: self._run(batch))
         except Exception as error:
@@ -217,7 +225,7 @@ class DecodeGraphs:
         reason = self._reason_against(plan, num_rows, slots)
         if reason is None:
             size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
-            if self._is_there(_Key(size, bool(slots)), slots):
+            if self._is_there(_Key(size, bool(slots), self._builder.is_long(plan)), slots):
                 return size
             reason = "not_captured"
         self._eager_steps[reason] += 1
@@ -231,6 +239,8 @@ class DecodeGraphs:
         if slots and (self._table is None or not self._backend.may_replay(self._table)):
             return "adapters"
         table = self._table
+        if table is not None and not self._builder.pads_rope_factors and slots & table.rope_factors.keys():
+            return "adapters"
         if table is not None and slots & (table.own_layers | table.embedding_slots | table.head_slots):
             return "own_weights"
         return None
@@ -289,7 +299,7 @@ def _num_tiles(plan: SchedulePlan) -> int:
 
 def _key_of(step: BuiltStep) -> _Key:
     assert step.padded_size is not None, "the step was not built for a graph"
-    return _Key(step.padded_size, step.batch.lora is not None)
+    return _Key(step.padded_size, step.batch.lora is not None, step.is_long)
 
 
 @contextmanager

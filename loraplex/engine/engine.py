@@ -122,7 +122,8 @@ class EngineCore:
 
         Raises InvalidRequestError for one that no front would send: kernels read what it says without another look.
         """
-        request.check(self.info.max_model_len)
+        long_contexts = self.info.long_contexts
+        request.check(self.info.max_model_len, 0 if long_contexts is None else long_contexts.longest)
         if request.adapter_id is not None and self._adapters is None:
             raise LoraDisabledError("LoRA is off in this engine")
         vocab_size = self._vocab_size_of(None if request.mix else request.adapter_id)  # no adapter of a mix has its own

@@ -33,5 +33,5 @@ def graph_bytes(config: EngineConfig, model_config: ModelConfig, itemsize: int) 
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
     row = (4 * model.hidden_size + 2 * qkv + 3 * model.intermediate_size + model.vocab_size) * itemsize
     logits = 4 * model.vocab_size
-    num_graphs = len(sizes) * (1 if config.lora is None else 2)
+    num_graphs = len(sizes) * (1 if config.lora is None else 3 if config.lora.long_lora_scaling_factors else 2)
     return sizes[-1] * (row + 2 * logits) + ALLOWANCE_BYTES + num_graphs * ALLOWANCE_BYTES_PER_GRAPH

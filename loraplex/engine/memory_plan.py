@@ -39,11 +39,13 @@ from loraplex.config import (
     DEFAULT_ADAPTER_BYTES,
     DEFAULT_HOST_BYTES,
     DEFAULT_KV_CACHE_BYTES,
+    MAX_CONTEXT,
     EngineConfig,
     LoRAConfig,
     Size,
     num_bytes,
 )
+from loraplex.core import STRETCHED_ROPE_TYPES
 from loraplex.engine.graph_sizes import graph_bytes
 from loraplex.errors import ConfigError
 from loraplex.memory.space.arena import Arena, Limits, Owner
@@ -67,7 +69,8 @@ class MemoryPlan:
     """The arena, and all of it as KV blocks: block i is bytes [i, i + 1) * block bytes, for any owner of its chunk.
 
     num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes. choice: why
-    max_model_len is what it is, where no setting says.
+    max_model_len is what it is, where no setting says. longest_len: the longest sequence, of the base or of an adapter
+    with a longer context.
     """
 
     arena: Arena
@@ -77,6 +80,7 @@ class MemoryPlan:
     max_model_len: int
     lora: LoRAConfig | None
     choice: str = ""
+    longest_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,24 +111,27 @@ def plan_memory(
     block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
     most_blocks = sizes.kv_ceiling // block_bytes
     wanted = _wanted_model_len(config, model_config.max_model_len, sizes, block_bytes / config.block_size)
-    num_blocks = min(most_blocks, config.max_num_seqs * -(-wanted // config.block_size))
+    stretched = _stretched_len(config, model_config)
+    num_blocks = min(most_blocks, config.max_num_seqs * -(-max(wanted, stretched) // config.block_size))
     whole = sizes.kv_ceiling + sizes.adapters if sizes.whole is None else sizes.whole
     blocks_per_chunk = max(1, min(num_blocks, chunk_size(whole, gpu is not None) // block_bytes))
     chunk_bytes = blocks_per_chunk * block_bytes
     kv_ceiling = min(-(-num_blocks // blocks_per_chunk), most_blocks // blocks_per_chunk)
     kv_tokens = kv_ceiling * blocks_per_chunk * config.block_size
     max_model_len, choice = _max_model_len(config, model_config.max_model_len, sizes, wanted, kv_tokens)
-    longest = -(-max_model_len // (config.block_size * blocks_per_chunk))  # chunks of one request
+    longest_len = max(max_model_len, stretched)
+    _check_stretched(config, sizes, stretched, kv_tokens)
+    longest = -(-longest_len // (config.block_size * blocks_per_chunk))  # chunks of one request
     if sizes.whole is None:
         num_chunks = kv_ceiling + -(-sizes.adapters // chunk_bytes)
         limits = {Owner.KV: Limits(kv_ceiling, kv_ceiling)}
     else:
         num_chunks = max(1, sizes.whole // chunk_bytes)
-        limits = _limits(sizes, num_chunks * chunk_bytes, chunk_bytes, kv_ceiling, longest, max_model_len)
+        limits = _limits(sizes, num_chunks * chunk_bytes, chunk_bytes, kv_ceiling, longest, longest_len)
     arena = _arena(num_chunks, chunk_bytes, device, limits, gpu)
     kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size))
     num_kv_blocks = arena.ceiling(Owner.KV) * blocks_per_chunk
-    return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora, choice)
+    return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora, choice, longest_len)
 
 
 def chunk_size(whole: int, is_gpu: bool) -> int:
@@ -212,7 +219,8 @@ def _arena_bytes(lora: LoRAConfig | None, device: torch.device) -> int:
 def _limits(
     sizes: _Sizes, whole: int, chunk_bytes: int, kv_ceiling: int, longest: int, max_model_len: int
 ) -> dict[Owner, Limits]:
-    """Floors and ceilings in chunks; `longest` are those of one request of max_model_len."""
+    """Floors and ceilings in chunks; `longest` are those of one request of max_model_len, or of the longest context of
+    adapters."""
     kv_floor = max(longest, min(kv_ceiling, whole // DEFAULT_FLOOR_PARTS // chunk_bytes))
     if sizes.kv_floor is not None:
         kv_floor = -(-sizes.kv_floor // chunk_bytes)
@@ -270,6 +278,32 @@ def _max_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, wanted: in
         choice = f"max_model_len: {length} tokens ({reason})"
         logger.info("%s", choice)
     return length, choice
+
+
+def _stretched_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The longest context that adapters may have; 0 where none is longer. ConfigError for what cannot be."""
+    factors = () if config.lora is None else config.lora.long_lora_scaling_factors
+    base = model_config.long_contexts(factors)
+    if factors and base.rope_type not in STRETCHED_ROPE_TYPES:
+        raise ConfigError(
+            f"long_lora_scaling_factors are {factors}, but the model's rope_type is {base.rope_type!r}, which adapters "
+            f"cannot stretch: only {' or '.join(STRETCHED_ROPE_TYPES)}; leave them out"
+        )
+    if base.longest > MAX_CONTEXT:
+        raise ConfigError(
+            f"long_lora_scaling_factors of {factors} stretch the model's {base.num_positions} positions to "
+            f"{base.longest}, and {MAX_CONTEXT} are the limit; lower them"
+        )
+    return base.longest
+
+
+def _check_stretched(config: EngineConfig, sizes: _Sizes, stretched: int, kv_tokens: int) -> None:
+    if stretched > kv_tokens:
+        factors = () if config.lora is None else config.lora.long_lora_scaling_factors
+        raise ConfigError(
+            f"long_lora_scaling_factors of {factors} allow requests of {stretched} tokens, and the KV cache of "
+            f"{sizes.kv_ceiling} bytes holds {kv_tokens}; raise kv_cache_memory_bytes or leave out the largest factor"
+        )
 
 
 def _machine_bytes(device: torch.device) -> int | None:

@@ -97,9 +97,9 @@ class RequestState:
         return self.num_pending_tokens > 0 and self.is_full(self.num_pending_tokens, max_model_len)
 
     def is_full(self, num_more_tokens: int, max_model_len: int) -> bool:
-        """Whether it ends for its length with so many tokens more."""
-        num_tokens = len(self.token_ids) + num_more_tokens
-        return num_tokens - self.num_prompt_tokens >= self.request.max_tokens or num_tokens >= max_model_len
+        """Whether it ends for its length with so many tokens more. max_model_len: unless the request has its own."""
+        num_tokens, limit = len(self.token_ids) + num_more_tokens, self.request.max_model_len or max_model_len
+        return num_tokens - self.num_prompt_tokens >= self.request.max_tokens or num_tokens >= limit
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """What its newest token, `token_id`, ends it for; None when it goes on."""

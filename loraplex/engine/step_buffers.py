@@ -29,6 +29,9 @@ MAX_KEPT_SHAPES = 1024
 """Tensors are made once for each shape, as long as there are no more: those of decode steps come again and again."""
 
 
+DType = np.dtype[np.int64] | np.dtype[np.int32] | np.dtype[np.float32]
+
+
 class StepShape(NamedTuple):
     """Sizes of a step: token rows, sequences, entries of a block table, rows of logits."""
 
@@ -39,12 +42,16 @@ class StepShape(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """A step on the host, as AttentionPlan and StepBatch name them; the writer sets all that is in them."""
+    """A step on the host, as AttentionPlan and StepBatch name them; the writer sets all that is in them.
+
+    rope_factors: only for a batch that has them.
+    """
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     kv_slot_mapping: NDArray[np.int64]
     logits_indices: NDArray[np.int64]
+    rope_factors: NDArray[np.float32]
     q_indptr: NDArray[np.int32]
     context_lens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
@@ -57,6 +64,7 @@ class StepTensors(NamedTuple):
     positions: Tensor
     kv_slot_mapping: Tensor
     logits_indices: Tensor
+    rope_factors: Tensor
     q_indptr: Tensor
     context_lens: Tensor
     block_tables: Tensor
@@ -162,7 +170,11 @@ def make_step_buffers(device: torch.device, largest: StepShape, lora_plan: LoraP
     return StagedBuffers(device, largest, lora_plan) if has_graphs or device.type != "cpu" else HostBuffers()
 
 
-_TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+_TORCH_DTYPES: dict[DType, torch.dtype] = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+}
 
 
 class _Part(NamedTuple):
@@ -171,7 +183,7 @@ class _Part(NamedTuple):
     start: int
     end: int
     dims: tuple[int, ...]
-    dtype: np.dtype[np.int64] | np.dtype[np.int32]
+    dtype: DType
 
 
 class _Places(NamedTuple):
@@ -192,10 +204,10 @@ def _places(shape: StepShape) -> _Places:
     return _Places(tuple(parts), cursor)
 
 
-_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
+_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
-def _dims(shape: StepShape) -> tuple[tuple[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]], ...]:
+def _dims(shape: StepShape) -> tuple[tuple[tuple[int, ...], DType], ...]:
     """Dimensions and dtype of each of `StepArrays`."""
     tokens, sequences = (shape.num_tokens,), shape.num_sequences
     return (
@@ -203,6 +215,7 @@ def _dims(shape: StepShape) -> tuple[tuple[tuple[int, ...], np.dtype[np.int64] |
         (tokens, _INT64),
         (tokens, _INT64),
         ((shape.num_logits,), _INT64),
+        (tokens, _FLOAT32),
         ((sequences + 1,), _INT32),
         ((sequences,), _INT32),
         ((sequences, shape.table_width), _INT32),

@@ -74,7 +74,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The base model as clients see it. backend: which kernels run, in words."""
+    """The base model as clients see it. backend: which kernels run, in words. longest_len: the longest sequence in
+    tokens, of the base or of an adapter with a longer context."""
 
     served_model_name: str
     root: str
@@ -82,6 +83,7 @@ class ModelInfo:
     vocab_size: int
     dtype: str
     backend: str
+    longest_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ class AsyncEngine(AdapterVerbs):
             info.vocab_size,
             info.dtype,
             info.backend_description,
+            max(info.max_model_len, 0 if info.long_contexts is None else info.long_contexts.longest),
         )
         self._front = make_front(
             self.config,

@@ -35,7 +35,7 @@ RunLater = Callable[[Callable[[], None]], object]
 @dataclass(frozen=True)
 class Front:
     """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. merged: what is merged into
-    the base weights."""
+    the base weights. scaling_factors: by which adapters may stretch the base's context."""
 
     served_model_name: str
     inputs: InputProcessor
@@ -43,6 +43,7 @@ class Front:
     registry: LoRARegistry | None
     texts: AdapterTexts
     merged: str | None = None
+    scaling_factors: tuple[float, ...] = ()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -67,7 +68,8 @@ class Front:
     def acquire(self, choice: AdapterChoice) -> tuple[LoRARef, ...]:
         """A reference to each adapter of a request, in its order, or to none; () for the base model.
 
-        Raises InvalidRequestError for a mix in which two names mean one adapter.
+        Raises InvalidRequestError for a mix in which two names mean one adapter, and for an adapter whose context was
+        allowed when it was loaded, before a restart, and is not now.
         """
         if choice is None:
             return ()
@@ -77,10 +79,21 @@ class Front:
                 refs.append(registry.acquire(name))
             if len({ref.adapter_id for ref in refs}) < len(refs):
                 raise InvalidRequestError(f"the mix {choice} has one adapter twice; add its weights up", param="model")
+            for ref in refs:
+                self._check_context(ref)
         except BaseException:
             self.release(refs)
             raise
         return tuple(refs)
+
+    def _check_context(self, ref: LoRARef) -> None:
+        factor = None if ref.text is None else ref.text.rope_factor
+        if factor is not None and factor not in self.scaling_factors:
+            raise InvalidRequestError(
+                f"adapter {ref.adapter_name!r} stretches the base's positions by {factor:g}, which "
+                "long_lora_scaling_factors does not allow any more: start the server with it",
+                param="model",
+            )
 
     def release(self, refs: Iterable[LoRARef]) -> None:
         for ref in refs:
@@ -159,7 +172,7 @@ def make_front(
     registry = None
     if config.lora is not None and store is not None:
         reader, read_text = (
-            CheckedReader(info.targets, config.lora),
+            CheckedReader(info.targets, config.lora, info.long_contexts),
             texts.read if config.lora.adapter_text else no_text,
         )
         opener = AdapterOpener(AdapterSource(config.root_paths), reader, read_text)
@@ -183,6 +196,7 @@ def make_front(
         registry,
         texts,
         config.merge_adapter,
+        () if config.lora is None else config.lora.long_lora_scaling_factors,
     )
 
 

@@ -204,7 +204,7 @@ class SlotImage:
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [5,
     n] of its parts inside the block (`SliceLayout.offsets`), and rank, scale, dtype [n]. first_rows, layouts: one per
     block. special_blocks: (first row, layouts) of those with own weights, of embeddings and of heads.
-    vocab_size: as in `SlotTable.vocab_sizes`.
+    vocab_size, rope_factor: as in `SlotTable.vocab_sizes` and `rope_factors`.
     """
 
     rows: NDArray[np.int64]
@@ -216,6 +216,7 @@ class SlotImage:
     facts: _Facts
     special_blocks: tuple[tuple[int, tuple[SliceLayout | None, ...]], ...] = ()
     vocab_size: int | None = None
+    rope_factor: float | None = None
 
 
 _NUM_ADDRESSES, _NUM_VALUES = 5, 3
@@ -277,6 +278,8 @@ class SlotTable:
         self.head_slots: set[int] = set()
         self.vocab_sizes: dict[int, int] = {}
         """Slot -> where the adapter's vocabulary ends, if not where the base's does."""
+        self.rope_factors: dict[int, float] = {}
+        """Slot -> what the adapter's rows divide the rotary frequencies by, if not as the base's do."""
 
     def _allocate_columns(self) -> None:
         addresses = torch.zeros((_NUM_ADDRESSES, self.num_rows, self.capacity), dtype=torch.int64)
@@ -336,7 +339,7 @@ class SlotTable:
         elif any(layout is not None and layout.has_weight for layout in layouts):
             self.own_layers.add(lora_slot)
 
-    def image(self, blocks: Blocks, vocab_size: int | None = None) -> SlotImage:
+    def image(self, blocks: Blocks, vocab_size: int | None = None, rope_factor: float | None = None) -> SlotImage:
         """The image of an adapter with these blocks: (target's name, layouts of slices). KeyError: unknown target."""
         first_rows = tuple(self._first_rows[name] for name, _ in blocks)
         found = [
@@ -360,6 +363,7 @@ class SlotTable:
             facts=_facts_of(layout for _, _, layout in found),
             special_blocks=tuple(self._special_blocks(first_rows, blocks)),
             vocab_size=vocab_size,
+            rope_factor=rope_factor,
         )
 
     def _special_blocks(
@@ -387,6 +391,8 @@ class SlotTable:
             self._note(lora_slot, first_row, layouts)
         if image.vocab_size is not None:
             self.set_vocab_size(lora_slot, image.vocab_size)
+        if image.rope_factor is not None:
+            self.rope_factors[lora_slot] = image.rope_factor
 
     def set_vocab_size(self, lora_slot: int, vocab_size: int) -> None:
         """The vocabulary of the adapter in `lora_slot` ends there, and not where the base's does."""
@@ -405,6 +411,7 @@ class SlotTable:
         for slots in (self.own_layers, self.embedding_slots, self.head_slots):
             slots.discard(lora_slot)
         self.vocab_sizes.pop(lora_slot, None)
+        self.rope_factors.pop(lora_slot, None)
 
     def is_clear(self, lora_slot: int) -> bool:
         """Whether no adapter is there; one may be without any block, where it has nothing that the base has not."""
@@ -577,7 +584,7 @@ class StepBatch:
     """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (sampled rows).
 
     lora is None when no row goes through an adapter. gate is None when all adapters of the step are there: always on a
-    CPU.
+    CPU. rope_factors: float32 [T], what each token divides the rotary frequencies by; None: all as the base does.
     """
 
     token_ids: torch.Tensor
@@ -586,6 +593,7 @@ class StepBatch:
     lora: LoraPlan | None
     logits_indices: torch.Tensor
     gate: LayerGate | None = None
+    rope_factors: torch.Tensor | None = None
 
 
 LayersForward = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, StepBatch], torch.Tensor]

@@ -207,17 +207,26 @@ def rope_attention_factor(rope: RopeParameters) -> float:
 
 
 class RotaryEmbedding:
-    """cos and sin of a step's positions, once per step for all layers."""
+    """cos and sin of a step's positions, once per step for all layers.
+
+    They are computed of the positions, and not looked up: so another context is another frequency, and no table.
+    """
 
     def __init__(self, head_dim: int, rope: RopeParameters, setup: LayerSetup) -> None:
         self.inv_freq = ROPE_RULES[rope.rope_type](head_dim, rope).to(setup.device)
+        self._unscaled = _base_frequencies(head_dim, rope.rope_theta).to(setup.device)
         self.attention_factor = rope_attention_factor(rope)
         self.dtype = setup.activation_dtype
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """positions int64 [T] -> (cos, sin), each [T, head_dim] in the activations' dtype; halves are equal
-        (`rotate_half`)."""
-        angles = positions[:, None].float() * self.inv_freq
+        (`rotate_half`).
+
+        factors: float32 [T], of a base of rope type default or linear: each token's, as linear scaling has it. The bits
+        of a token with the base's own factor are those without factors.
+        """
+        inv_freq = self.inv_freq if factors is None else self._unscaled / factors[:, None]
+        angles = positions[:, None].float() * inv_freq
         return self._both_halves(angles.cos()), self._both_halves(angles.sin())
 
     def _both_halves(self, values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.config import DTYPES
+from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.layers.common import ROPE_RULES, RopeParameters
 
@@ -182,6 +183,14 @@ class ModelConfig:
             stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
             return max(self.max_position_embeddings, stretched)
         return self.max_position_embeddings
+
+    def long_contexts(self, scaling_factors: tuple[float, ...]) -> LongContexts:
+        """What adapters with these factors may make of its positions."""
+        return LongContexts(self.rope.rope_type, self.max_position_embeddings, self._own_factor, scaling_factors)
+
+    @property
+    def _own_factor(self) -> float:
+        return self.rope.factor if self.rope.rope_type == "linear" else 1.0
 
     def effective_dtype(self, requested: str) -> str:
         """`requested`, or under "auto" the checkpoint's dtype (float32 when config.json does not say)."""

@@ -203,7 +203,7 @@ class Decoder:
 
         kv: `kv_shape(...)`, float32, float16 or bfloat16; blocks that no table of the batch names may hold anything.
         """
-        rope = self.rotary_emb.forward(batch.positions)
+        rope = self.rotary_emb.forward(batch.positions, batch.rope_factors)
         if batch.gate is not None:
             batch.gate.wait_for_layer(self.embed_tokens.target.layer)
         x = self._embedding.forward(batch.token_ids, batch.lora)

@@ -182,8 +182,9 @@ class AdapterCard(msgspec.Struct, frozen=True):
 
     references: requests that run on this version; draining: other versions that requests still run on;
     alias_of: the adapter that answers for this name since a switch; loads, requests: of all versions; brings: what its
-    requests are read and written with beside the base's (tokenizer, chat_template, generation_config); versions: the
-    newest first.
+    requests are read and written with beside the base's (tokenizer, chat_template, generation_config); max_model_len,
+    rope_factor: the context that it has, and what it stretches the base's positions by, null where it has the base's;
+    versions: the newest first.
     """
 
     name: str
@@ -208,6 +209,8 @@ class AdapterCard(msgspec.Struct, frozen=True):
     loads: int
     requests: int
     brings: tuple[str, ...]
+    max_model_len: int | None
+    rope_factor: float | None
     versions: tuple[VersionCard, ...]
 
     @classmethod
@@ -236,6 +239,8 @@ class AdapterCard(msgspec.Struct, frozen=True):
             loads=info.num_loads,
             requests=info.num_requests,
             brings=() if ref.text is None else ref.text.brings,
+            max_model_len=None if ref.text is None else ref.text.max_model_len,
+            rope_factor=None if ref.text is None else ref.text.rope_factor,
             versions=tuple(map(VersionCard.of, info.versions)),
         )
 
@@ -260,6 +265,8 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
     alias_of: str | None
     aliases: tuple[str, ...]
     brings: tuple[str, ...]
+    max_model_len: int | None
+    rope_factor: float | None
     versions: tuple[BriefVersionCard, ...]
 
     @classmethod
@@ -275,6 +282,8 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
             alias_of=card.alias_of,
             aliases=card.aliases,
             brings=card.brings,
+            max_model_len=card.max_model_len,
+            rope_factor=card.rope_factor,
             versions=versions,
         )
 

@@ -47,13 +47,13 @@ Model = TypeVar("Model", bound=RequestModel)
 
 
 class BodyReader:
-    """Reads bodies with one server's settings. `max_model_len`: so many more values fit into a prompt of token ids."""
+    """Reads bodies with one server's settings. `longest_len`: so many more values fit into a prompt of token ids."""
 
-    def __init__(self, off_loop: OffLoop, max_body_bytes: int, max_model_len: int, is_strict: bool) -> None:
+    def __init__(self, off_loop: OffLoop, max_body_bytes: int, longest_len: int, is_strict: bool) -> None:
         self._off_loop = off_loop
         self._turns = Turns()
         self._max_body_bytes = max_body_bytes
-        self._max_model_len = max_model_len
+        self._longest_len = longest_len
         self._is_strict = is_strict
 
     async def read(self, request: Request, model: type[Model]) -> Model:
@@ -66,7 +66,7 @@ class BodyReader:
         """The body as the model that `choose` finds for its fields."""
         check_media_type(request.headers)
         body = await read_body(request, min(limits.max_bytes, self._max_body_bytes))
-        max_values = limits.max_values + (self._max_model_len if limits.has_token_ids else 0)
+        max_values = limits.max_values + (self._longest_len if limits.has_token_ids else 0)
         parse = partial(_parse, body, choose, max_values, self._is_strict)
         if len(body) <= SHORT_BODY_BYTES:
             await self._turns.next()

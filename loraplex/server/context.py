@@ -66,7 +66,7 @@ class ServerContext:
             bodies=BodyReader(
                 off_loop,
                 config.max_body_bytes,
-                engine.model_info.max_model_len,
+                engine.model_info.longest_len,
                 is_strict=config.strict_fields,
             ),
             prompts=PromptEncoder(engine.model_info, off_loop),

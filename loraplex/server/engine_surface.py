@@ -58,6 +58,11 @@ class TextSurface(Protocol):
         ...
 
     @property
+    def max_model_len(self) -> int | None:
+        """Of an adapter with a longer context; None: `ModelInfoSurface.max_model_len`."""
+        ...
+
+    @property
     def renders_apart(self) -> bool:
         """Whether a chat is rendered in another process, for which the event loop must not wait."""
         ...
@@ -72,6 +77,11 @@ class ModelInfoSurface(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def longest_len(self) -> int:
+        """The longest sequence, of the base or of an adapter with a longer context."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...

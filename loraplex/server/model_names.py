@@ -183,7 +183,8 @@ class ModelNames:
 
     def _adapter_card(self, name: str, ref: LoRARef, has_paths: bool) -> ModelCard:
         root = ref.lora_path if has_paths else name
-        return ModelCard(name, self._created, root, self.served[0], self._engine.model_info.max_model_len)
+        max_model_len = (None if ref.text is None else ref.text.max_model_len) or self._engine.model_info.max_model_len
+        return ModelCard(name, self._created, root, self.served[0], max_model_len)
 
     def card(self, model: str, *, has_paths: bool = True) -> ModelCard:
         adapter_name, registry = self.adapter_of(model), self._engine.registry

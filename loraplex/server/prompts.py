@@ -68,7 +68,7 @@ class PromptEncoder:
             some = texts[len(prompts) : len(prompts) + len(items)]
             if isinstance(items[0], str) and len(items[0]) > PIECE_CHARS:
                 long = await self._encoded(
-                    items[0], some[0], add_special_tokens, "prompt", self._model_info.max_model_len, client
+                    items[0], some[0], add_special_tokens, "prompt", self.max_model_len(some[0]), client
                 )
                 self.check(long, some[0], max_tokens)
                 prompts.append(long)
@@ -83,7 +83,7 @@ class PromptEncoder:
         prompts = []
         for item, text in zip(items, texts, strict=True):
             if isinstance(item, str):
-                self._check_chars(len(item), "prompt")
+                self._check_chars(len(item), text, "prompt")
                 prompts.append(_prompt(item, text, add_special_tokens))
             else:
                 prompts.append(Prompt(tuple(item)))
@@ -92,41 +92,44 @@ class PromptEncoder:
 
     async def from_text(self, words: str, text: TextSurface, add_special_tokens: bool, client: str) -> Prompt:
         """One text of any length that may be counted."""
-        return await self._encoded(words, text, add_special_tokens, "prompt", self.max_counted_ids, client)
+        return await self._encoded(words, text, add_special_tokens, "prompt", self.max_counted_ids(text), client)
 
     async def from_chat(self, chat: ChatFields, text: TextSurface, client: str, max_ids: int | None = None) -> Prompt:
         """Messages through the chat template. Raises InvalidRequestError if there is none or it refuses."""
         num_chars = sum(map(_num_chars, chat.messages))
-        self._check_chars(num_chars, "messages")
+        self._check_chars(num_chars, text, "messages")
         has_more = chat.tools or chat.documents or chat.chat_template_kwargs or text.renders_apart
         is_long = has_more or len(chat.messages) > 64 or any(message.tool_calls for message in chat.messages)
         render = functools.partial(_rendered, chat, text)
         words = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client, True)
-        max_ids = max_ids or self._model_info.max_model_len
+        max_ids = max_ids or self.max_model_len(text)
         return await self._encoded(words, text, chat.add_special_tokens, "messages", max_ids, client)
 
-    @property
-    def max_counted_ids(self) -> int:
-        return max(MAX_COUNTED_IDS, self._model_info.max_model_len)
+    def max_model_len(self, text: TextSurface) -> int:
+        """Of prompt and output together."""
+        return text.max_model_len or self._model_info.max_model_len
+
+    def max_counted_ids(self, text: TextSurface) -> int:
+        return max(MAX_COUNTED_IDS, self.max_model_len(text))
 
     async def _encoded(
         self, words: str, text: TextSurface, add_special_tokens: bool, field: str, max_ids: int, client: str
     ) -> Prompt:
         """`field` is what the client sent it in: errors name it."""
-        self._check_chars(len(words), field)
+        self._check_chars(len(words), text, field)
         if len(words) > max(PIECE_CHARS, USUAL_CHARS_PER_TOKEN * max_ids):
             await self._count_in_pieces(words, text, field, max_ids, client)
         return await self._run(functools.partial(_prompt, words, text, add_special_tokens), len(words), client)
 
-    def _check_chars(self, num_chars: int, field: str) -> None:
-        longest = MAX_CHARS_PER_TOKEN * self._model_info.max_model_len
+    def _check_chars(self, num_chars: int, text: TextSurface, field: str) -> None:
+        longest = MAX_CHARS_PER_TOKEN * self.max_model_len(text)
         if num_chars > longest:
             raise PromptTooLongError(
                 f"the prompt has {num_chars} characters, more than {longest}: shorten it", param=field
             )
 
     def _check_all_chars(self, num_chars: int) -> None:
-        most = max(MAX_CHARS_OF_PROMPTS, MAX_CHARS_PER_TOKEN * self._model_info.max_model_len)
+        most = max(MAX_CHARS_OF_PROMPTS, MAX_CHARS_PER_TOKEN * self._model_info.longest_len)
         if num_chars > most:
             raise ApiError(
                 f"the prompts have {num_chars} characters, more than {most} together: send several requests",
@@ -163,7 +166,7 @@ class PromptEncoder:
         limit_field: str = "max_tokens",
     ) -> None:
         """Raises PromptTooLongError and ApiError with the value, the limit and the field: prompt or `max_tokens`."""
-        num_prompt, limit = len(prompt.token_ids), self._model_info.max_model_len
+        num_prompt, limit = len(prompt.token_ids), self.max_model_len(text)
         if not num_prompt:
             raise ApiError("the prompt is empty: it must have at least one token", param=field)
         if num_prompt + (max_tokens or 1) > limit:

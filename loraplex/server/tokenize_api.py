@@ -43,7 +43,7 @@ class TokenizeRoutes:
         body = await context.bodies.read_one_of(request, _kind_of, TokenizeTextRequest.limits)
         text = await self._text_of(body.model, client)
         if isinstance(body, TokenizeChatRequest):
-            prompt = await context.prompts.from_chat(body, text, client, context.prompts.max_counted_ids)
+            prompt = await context.prompts.from_chat(body, text, client, context.prompts.max_counted_ids(text))
         else:
             prompt = await context.prompts.from_text(body.prompt, text, body.add_special_tokens, client)
         reply = partial(self._reply, prompt, text, body.return_token_strs)
@@ -71,7 +71,7 @@ class TokenizeRoutes:
     def _reply(self, prompt: Prompt, text: TextSurface, wants_strings: bool) -> Response:
         ids, tokenizer = list(prompt.token_ids), tokenizer_of(text)
         strings = [tokenizer.token_text(each) for each in ids] if wants_strings else None
-        reply = Tokenized(len(ids), self._context.engine.model_info.max_model_len, ids, strings)
+        reply = Tokenized(len(ids), self._context.prompts.max_model_len(text), ids, strings)
         return Response(encode(reply), media_type="application/json")
 
 

@@ -49,6 +49,10 @@ class FakeModelInfo:
     vocab_size: int = FakeTokenizer.vocab_size
     dtype: str = "float32"
     backend: str = "fake"
+    longest_len: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest_len", max(self.longest_len, self.max_model_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class FakeText:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
     renders_apart: bool = False
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +262,7 @@ class FakeAsyncEngine(AdapterVerbs):
         self, token_ids: tuple[int, ...], params: SamplingParams, name: str, ref: LoRARef | None
     ) -> list[FakeCompletion]:
         """ref: of one adapter, whose text its requests have."""
-        room = self.model_info.max_model_len - len(token_ids)
+        room = (self.text_of(ref).max_model_len or self.model_info.max_model_len) - len(token_ids)
         tokenizer = self.text_of(ref).tokenizer or self._tokenizer
         reply = f"[{name}] {tokenizer.decode(token_ids)}"
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)

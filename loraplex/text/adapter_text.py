@@ -299,6 +299,7 @@ class AdapterTexts:
             defaults=document.get("generation_config", base.defaults) if self._has_defaults else base.defaults,
             digest=text.digest,
             renders_apart="chat_templates" in document,
+            max_model_len=text.max_model_len,
         )
 
     def _tokenizer(self, base: Tokenizer, document: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> Tokenizer:

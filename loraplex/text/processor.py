@@ -20,8 +20,6 @@ from loraplex.core import (
     LoRAMix,
     LoRARequest,
     MixPart,
-    PackedLogprobs,
-    Prefix,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -32,6 +30,7 @@ from loraplex.core import (
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
 from loraplex.performance.requests import RequestRecorder
 from loraplex.text.detokenizer import IncrementalDetokenizer, prompt_context
+from loraplex.text.output_collections import PackedLogprobs, Prefix
 from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
@@ -43,7 +42,8 @@ NEVER_ACTIVE = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a request is checked against. `max_model_len` counts prompt and output tokens together."""
+    """What a request is checked against. `max_model_len` counts prompt and output tokens together, and is that of
+    requests whose adapter has none of its own."""
 
     vocab_size: int
     max_model_len: int
@@ -123,14 +123,15 @@ class InputProcessor:
     ) -> PreparedRequest:
         """text: of the version of an adapter that the request goes through; None: the base's."""
         side = text or self._base
-        token_ids = self._token_ids(prompt, add_special_tokens, side)
-        self._check(token_ids, params, side)
+        limit = _limit_of(lora_request, side.max_model_len or self._limits.max_model_len)
+        token_ids = self._token_ids(prompt, add_special_tokens, side, limit)
+        self._check(token_ids, params, side, limit)
         seed = params.seed
         if seed is None:
             seed = Request.random_seed() >> 8  # room for `seed + index` of the children
         params_with_seed = replace(params, seed=seed)
         arrival_s = time.time()
-        room = self._limits.max_model_len - len(token_ids)
+        room = limit - len(token_ids)
         adapter_from = 0 if adapter is None else adapter.begins_in(token_ids)
         children = []
         for index in range(params.n):
@@ -150,26 +151,29 @@ class InputProcessor:
                     arrival_s=arrival_s,
                     mix=() if adapter is None else adapter.mix,
                     adapter_from=adapter_from,
+                    max_model_len=side.max_model_len or 0,
                 )
             )
         words = prompt if isinstance(prompt, str) else None
         return PreparedRequest(request_id, words, token_ids, params, tuple(children), arrival_s, lora_request, text)
 
-    def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool, side: RequestText) -> tuple[int, ...]:
+    def _token_ids(
+        self, prompt: str | Sequence[int], add_special_tokens: bool, side: RequestText, limit: int
+    ) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(prompt)
         if side.tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer: give the prompt as token ids", param="prompt")
         # A character is at most a few tokens and a token is seldom longer than 64 characters: refuse before the work.
-        longest = 256 * self._limits.max_model_len
+        longest = 256 * limit
         if len(prompt) > longest:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt)} characters, more than {longest}; shorten it", param="prompt"
             )
         return tuple(side.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
 
-    def _check(self, token_ids: tuple[int, ...], params: SamplingParams, side: RequestText) -> None:
-        vocab_size, max_model_len = side.vocab_size, self._limits.max_model_len
+    def _check(self, token_ids: tuple[int, ...], params: SamplingParams, side: RequestText, max_model_len: int) -> None:
+        vocab_size = side.vocab_size
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: it must have at least one token", param="prompt")
         if len(token_ids) >= max_model_len:
@@ -192,6 +196,20 @@ class InputProcessor:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, and this model has none; use stop_token_ids", param="stop"
             )
+
+
+def _limit_of(lora_request: LoRARequest | LoRAMix | None, limit: int) -> int:
+    """`limit`, or the long_lora_max_len of an adapter within it. Raises InvalidRequestError for one beyond it."""
+    requests = () if lora_request is None else lora_request if isinstance(lora_request, tuple) else ((lora_request, 1),)
+    for request, _ in requests:
+        if request.long_lora_max_len is not None:
+            if request.long_lora_max_len > limit:
+                text = f"long_lora_max_len={request.long_lora_max_len} is more than the {limit} tokens"
+                raise InvalidRequestError(
+                    f"LoRARequest {request.lora_name!r}: {text} that its requests may have; lower it"
+                )
+            limit = request.long_lora_max_len
+    return limit
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ class RequestText:
     """vocab_size: where the vocabulary ends, of prompts and of `logit_bias`.
 
     defaults: sampling parameters of a request that does not say them. digest: "" unless an adapter brings something of
-    its own. renders_apart: the chat template is an adapter's, and runs in a process of its own.
+    its own. renders_apart: the chat template is an adapter's, and runs in a process of its own. max_model_len: of an
+    adapter with a longer context; None: the engine's.
     """
 
     tokenizer: Tokenizer | None
@@ -39,6 +40,7 @@ class RequestText:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
     renders_apart: bool = False
+    max_model_len: int | None = None
 
     def default_params(self) -> SamplingParams:
         """Of a request that says nothing."""

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 
-from loraplex.adapters.fields import HONOURED, IGNORED, REFUSED, Verdict, is_set
+from loraplex.adapters.fields import CONTEXT_FIELDS, HONOURED, IGNORED, REFUSED, Verdict, is_set
 from loraplex.adapters.format import PEFTHelper
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
@@ -105,11 +105,10 @@ SET_VALUES: dict[str, Any] = {
     "monteclora_config": {"num_samples": 8},
     "velora_config": {"num_groups": 64},
     "enable_lora": [True, False, True],
-    "vllm_lora_scaling_factor": 2.0,
-    "vllm_max_position_embeddings": 8192,
-    "vllm_long_context_scaling_factor": 4.0,
     "vllm_long_context_scaling_factors": [4.0],
-    "context_length": 8192,
+    "long_lora_scaling_factors": [4.0],
+    "long_lora_max_len": 8192,
+    "max_position_embeddings": 8192,
     "added_tokens_config": {"<x>": 1},
 }
 
@@ -196,6 +195,8 @@ def test_invocation_tokens_that_are_none_are_refused_by_name(value: Any) -> None
         ("bias", "lora_only"),
         ("modules_to_save", ["lm_head"]),
         ("trainable_token_indices", [1, 2]),
+        ("context_length", 4096),
+        ("vllm_long_context_scaling_factor", 2.0),
     ],
 )
 def test_what_acts_on_rows_before_an_invocation_is_refused_beside_it(name: str, value: Any) -> None:
@@ -424,6 +425,33 @@ def test_canonical_has_only_what_changes_the_mathematics() -> None:
     one = helper(alpha_pattern={"q_proj": 1, ".*proj": 2})
     assert one.canonical() != helper(alpha_pattern={".*proj": 2, "q_proj": 1}).canonical()
     assert json.loads(one.canonical())["alpha_pattern"] == [["q_proj", 1.0], [".*proj", 2.0]]
+
+
+@pytest.mark.parametrize("name", CONTEXT_FIELDS)
+@pytest.mark.parametrize("value", [-1, True, "8", [2], math.inf, math.nan, 1e99, 2**40])
+def test_contexts_that_are_none_are_refused(name: str, value: Any) -> None:
+    (reason,) = reasons(**{name: value})
+    assert reason.startswith(f"{name} must be a")
+    assert helper(**{name: value}).context_fields == (name,), "all else is checked"
+
+
+def test_a_longer_context_changes_the_mathematics() -> None:
+    long = helper(context_length=256)
+    assert (long.context_length, long.context_fields, helper().context_fields) == (256, ("context_length",), ())
+    digested = {helper(**{name: 4}).canonical() for name in CONTEXT_FIELDS}
+    assert len({*digested, helper().canonical(), long.canonical()}) == 5
+    for name in CONTEXT_FIELDS:
+        for nothing in (None, 0, False, ""):
+            assert helper(**{name: nothing}).canonical() == helper().canonical()
+
+
+def test_a_scaling_beside_alpha_and_r_must_be_theirs() -> None:
+    assert reasons(vllm_lora_scaling_factor=2.0) == reasons(vllm_lora_scaling_factor=2) == []
+    assert helper(vllm_lora_scaling_factor=2.0).canonical() == helper().canonical()
+    assert reasons(vllm_lora_scaling_factor=16 / math.sqrt(8), use_rslora=True) == []
+    for value in (1.0, "2", True, math.nan):
+        (reason,) = reasons(vllm_lora_scaling_factor=value)
+        assert "vllm_lora_scaling_factor must be 2, as lora_alpha and r have it" in reason
 
 
 def test_is_set() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
+from loraplex.core import LongContexts
 from loraplex.errors import AdapterConfigMissingError, AdapterPathNotFoundError
 from tests.adapters.peft_oracle import PeftAdapter, edit_config, make_adapter, read_tensors, write_tensors
 
@@ -70,6 +72,19 @@ def test_it_says_what_activates_an_alora(adapter: PeftAdapter) -> None:
     assert "honoured alora_invocation_tokens = [60, 61]" in report.describe()
     edit_config(adapter.path, bias="all")
     assert inspect_adapter(adapter.path).reasons[0].startswith("bias='all' with alora_invocation_tokens")
+
+
+def test_it_says_how_far_the_context_reaches(adapter: PeftAdapter) -> None:
+    edit_config(adapter.path, context_length=200)
+    base = LongContexts("default", 64, 1.0, (4.0,))
+    report = inspect_adapter(adapter.path, adapter.targets, None, base)
+    assert report.is_honoured
+    assert "context: 200 tokens, the base's 64 positions stretched by 4; a step" in report.describe()
+    refused = inspect_adapter(adapter.path, adapter.targets, None, replace(base, scaling_factors=()))
+    assert "long_lora_scaling_factors allows none: start the server with 4 among them" in refused.describe()
+    assert "context: a longer one, which depends on the base's positions" in inspect_adapter(adapter.path).describe()
+    edit_config(adapter.path, context_length=64)
+    assert "context:" not in inspect_adapter(adapter.path, adapter.targets, None, base).describe()
 
 
 def test_without_a_base_it_says_so_and_finds_what_it_can(adapter: PeftAdapter) -> None:

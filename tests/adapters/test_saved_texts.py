@@ -76,6 +76,14 @@ def test_texts_of_current_and_kept_versions_come_back(begin: Callable[[], Life],
     assert begin().texts()["a"] == text_of("/one")
 
 
+def test_a_clone_has_the_text_of_what_it_is_a_copy_of(begin: Callable[[], Life]) -> None:
+    """They share their KV, which is of one vocabulary and one context."""
+    life = begin()
+    life.registry.load("a", "/one")
+    life.registry.clone("a", "copy")
+    assert life.texts() == begin().texts() == {"a": text_of("/one"), "copy": text_of("/one")}
+
+
 def test_a_text_goes_with_its_version(begin: Callable[[], Life], folder: Path) -> None:
     life = begin()
     for path in ("/one", "/two", "/three"):

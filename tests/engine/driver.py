@@ -62,7 +62,10 @@ class Driver:
         try:
             chosen = SamplingParams(**{"temperature": 0, "ignore_eos": True, **params})
             adapter = adapter_ref(refs, name)
-            prepared = self._front.inputs.prepare(request_id, prompt, chosen, adapter=adapter, cache_salt=cache_salt)
+            text = self._front.text_for(refs)
+            prepared = self._front.inputs.prepare(
+                request_id, prompt, chosen, adapter=adapter, cache_salt=cache_salt, text=text
+            )
         except BaseException:
             self._front.release(refs)
             raise

@@ -45,7 +45,7 @@ def test_tensors_are_what_was_written(make: Callable[[], StepBuffers], shapes: l
     for seed, shape in enumerate(shapes):
         written, tensors = fill(buffers, shape, seed)
         assert [tensor.tolist() for tensor in tensors] == written
-        assert [tensor.dtype for tensor in tensors] == [torch.int64] * 4 + [torch.int32] * 3
+        assert [tensor.dtype for tensor in tensors] == [torch.int64] * 4 + [torch.float32] + [torch.int32] * 3
         assert tensors.block_tables.shape == (shape.num_sequences, shape.table_width)
         assert tensors.q_indptr.shape == (shape.num_sequences + 1,)
 

@@ -698,7 +698,9 @@ def test_a_request_for_another_base_model_is_refused(llm: LLM, adapters: tuple[P
         {"lora_int_id": "1"},
         {"lora_name": ""},
         {"lora_path": ""},
-        {"long_lora_max_len": 8},
+        {"long_lora_max_len": 1},
+        {"long_lora_max_len": True},
+        {"long_lora_max_len": 8.0},
         {"tensorizer_config_dict": {}},
     ],
 )

@@ -330,6 +330,7 @@ REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "arrival_s": st.floats(0, **bounded),
     "mix": st.lists(st.builds(MixPart, st.integers(1, 2**53), texts, st.floats(**bounded)), max_size=3).map(tuple),
     "adapter_from": st.integers(0, NEVER_ACTIVE),
+    "max_model_len": st.integers(0, 2**31 - 1),
 }
 LOGPROBS_OF_TOKENS = st.lists(
     st.dictionaries(

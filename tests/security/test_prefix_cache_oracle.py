@@ -189,6 +189,7 @@ async def test_an_inference_key_sees_no_path_and_no_use() -> None:
             assert ("/srv" in full) == ("base" not in path)
         card = (await client.get("/v1/adapters/sql", headers=bearer(TWO))).json()
         shown = {"name", "version", "digest", "rank", "lora_int_id", "alias_of", "aliases", "versions", "brings"}
+        shown |= {"max_model_len", "rope_factor"}
         assert set(card) == shown
         assert set(card["versions"][0]) == {"version", "digest", "rank", "state"}
         model = (await client.get("/v1/models/sql", headers=bearer(TWO))).json()

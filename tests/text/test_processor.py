@@ -17,7 +17,6 @@ from loraplex.core import (
     Logprob,
     LoRARequest,
     MixPart,
-    Prefix,
     RequestOutput,
     SamplingParams,
     TokenOutput,
@@ -25,6 +24,7 @@ from loraplex.core import (
 )
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError, PromptTooLongError
 from loraplex.frontend.messages import step_outputs
+from loraplex.text.output_collections import Prefix
 from loraplex.text.processor import (
     NEVER_ACTIVE,
     AdapterRef,

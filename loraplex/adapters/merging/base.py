@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.merging.outline import Origin, Outline
 from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
@@ -39,7 +40,8 @@ class MergedAdapter:
         """Raises what reading raises, AdapterContentChangedError for another content than `digest`, and
         AdapterValidationError for what the base's weights cannot express."""
         source, name = AdapterSource(), shortened(path_or_id)
-        model = read_adapter(str(source.fetch(path_or_id)), name, source, CheckedReader(targets, LoRAConfig()))
+        directory = str(source.fetch(path_or_id))
+        model = read_adapter(directory, name, source, CheckedReader(targets, LoRAConfig()))
         if digest not in (None, model.adapter_digest):
             raise AdapterContentChangedError(f"adapter {name!r} has changed since the server started; start it again")
         biased = {part.module_name for target in targets for part in target.slices if part.has_bias}
@@ -54,6 +56,8 @@ class MergedAdapter:
         if model.invocation_tokens:
             text = "alora_invocation_tokens: an aLoRA does not act on all rows, and base weights do"
             reasons.append(f"{text}; serve the adapter unmerged")
+        for field in PEFTHelper.from_local_dir(directory, name).context_fields:
+            reasons.append(f"{field}: a longer context is not merged into base weights; serve the adapter unmerged")
         reasons += [reason for layer in model for reason in _unmergeable(layer, layer.module_name in biased)]
         if reasons:
             raise AdapterValidationError.from_reasons(name, reasons)

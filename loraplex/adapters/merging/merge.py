@@ -124,6 +124,9 @@ def _reasons(outline: Outline) -> list[str]:
     helper = outline.helper
     if helper.kind not in MERGED_KINDS:
         return [f"peft_type {helper.kind} is not merged: it has no A and B"]
+    if helper.context_fields:
+        text = "an adapter with a longer context is not merged: the result would have one context for all"
+        return [f"{', '.join(helper.context_fields)}: {text}"]
     if helper.use_dora:
         return ["use_dora: the norms of a DoRA are not merged, as in peft; merge adapters without them"]
     if helper.invocation_tokens:

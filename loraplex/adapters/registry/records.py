@@ -48,6 +48,16 @@ class AdapterText:
         }
         return tuple(part for part, names in parts.items() if self.document.keys() & set(names))
 
+    @property
+    def rope_factor(self) -> float | None:
+        """What the version stretches the base's positions by; None where it has the base's."""
+        return self.document.get("rope_factor")
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest prompt plus output in tokens of a version with a longer context, else None."""
+        return self.document.get("max_model_len")
+
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:

@@ -120,6 +120,7 @@ def _check_rows(device: DeviceCache, weights: StoredWeights, is_shared: bool) ->
     assert weights.lora_slot is not None
     place = weights.host if is_shared else weights.device
     assert place is not None
+    assert device.table.rope_factors.get(weights.lora_slot) == weights.layout.rope_factor
     blocks = {block.target_name: block for block in weights.layout.blocks}
     for target in device.table.targets:
         block = blocks.get(target.name)

@@ -242,6 +242,8 @@ def _why_not_mixed(layout: PackedLayout, factor: float, others: Sequence[PackedL
     kind, has_biases = layout.mixing, layout.has_biases
     if kind is Mixing.ALONE:
         return f"{kind.value}, which are in no mix; name it alone"
+    if any(each.rope_factor != layout.rope_factor for each in others):
+        return "has another context than others of the mix: all of a mix have one scaling factor"
     if factor != 1 and (kind is not Mixing.SUM or has_biases):
         what = "has biases" if kind is Mixing.SUM else f"{kind.value} (DoRA, IA3)"
         return f"{what}: its weight in a mix is 1, not {factor:g}"

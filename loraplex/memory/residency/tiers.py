@@ -134,7 +134,7 @@ class DeviceCache(Budget):
         known = self._images.get(id(layout))
         if known is None or known.layout is not layout:
             blocks = [(block.target_name, block.layouts) for block in layout.blocks]
-            rows = self.table.image(blocks, layout.vocab_size)
+            rows = self.table.image(blocks, layout.vocab_size, layout.rope_factor)
             pieces = {self._layer_of[block.target_name]: block.extent_index for block in layout.blocks}
             if len(self._images) >= MAX_IMAGES:
                 self._images.popitem(last=False)

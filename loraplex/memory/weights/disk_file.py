@@ -4,7 +4,8 @@
                 extents, identity
     checksums   of the extents (checksum.py), 8 bytes each
     layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]], and behind them the size of the
-                adapter's vocabulary where it is not the base's;
+                adapter's vocabulary where it is not the base's, and, behind it or null, the factor of its context where
+                that is not the base's;
                 slice := [a, b, bias, rank, scale, dtype], and behind it [gain, input gain] where it has one of them or
                 a weight of its own, which is behind these [weight, row ids, rows, dtype]
     zeros       up to a multiple of 4096
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.regular_file import transfer
+from loraplex.config import MAX_CONTEXT_FACTOR
 from loraplex.kernels.checksum import Checksums
 from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, SliceLayout
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout
@@ -159,8 +161,10 @@ def _encode_layout(layout: PackedLayout) -> bytes:
         (block.target_name, block.extent_index, block.offset, [_encode_slice(each) for each in block.layouts])
         for block in layout.blocks
     ]
-    vocabulary = () if layout.vocab_size is None else (layout.vocab_size,)
-    return json.dumps((layout.sizes, blocks, *vocabulary), separators=(",", ":"), allow_nan=False).encode()
+    more: tuple[float | None, ...] = () if layout.vocab_size is None else (layout.vocab_size,)
+    if layout.rope_factor is not None:
+        more = (layout.vocab_size, layout.rope_factor)
+    return json.dumps((layout.sizes, blocks, *more), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] | None:
@@ -182,15 +186,25 @@ def _name_of(dtype: torch.dtype) -> str:
 def parse_layout(text: bytes) -> PackedLayout:
     """Raises DamagedFileError unless types, bounds, alignments and places of parts in their extents are right."""
     try:
-        sizes, blocks, *vocabulary = json.loads(text)
-        layout = PackedLayout(
-            tuple(_whole(size, MAX_OFFSET) for size in sizes),
-            tuple(_parse_block(sizes, *block) for block in blocks),
-            *(_whole(size, MAX_VOCABULARY, 1) for size in vocabulary),
-        )
+        layout = _parse_layout(*json.loads(text))
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise DamagedFileError(f"its layout is not one: {error}") from error
     return layout
+
+
+def _parse_layout(sizes: Any, blocks: Any, vocab_size: Any = None, *rope_factor: Any) -> PackedLayout:
+    return PackedLayout(
+        tuple(_whole(size, MAX_OFFSET) for size in sizes),
+        tuple(_parse_block(sizes, *block) for block in blocks),
+        None if vocab_size is None else _whole(vocab_size, MAX_VOCABULARY, 1),
+        *map(_parse_rope_factor, rope_factor),
+    )
+
+
+def _parse_rope_factor(value: Any) -> float:
+    if type(value) is not float or not 0 < value <= MAX_CONTEXT_FACTOR:
+        raise ValueError(f"a factor of {value!r}")
+    return value
 
 
 def _parse_block(sizes: Sequence[int], target_name: Any, extent_index: Any, offset: Any, slices: Any) -> PackedBlock:

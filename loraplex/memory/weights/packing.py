@@ -76,12 +76,14 @@ class Mixing(enum.Enum):
 class PackedLayout:
     """Where the blocks of one adapter lie: `sizes[i]` are the bytes of its extent i. The same in every tier.
 
-    vocab_size: where the adapter's vocabulary ends, None: where the base's does.
+    vocab_size: where the adapter's vocabulary ends, None: where the base's does. rope_factor: what its rows divide the
+    rotary frequencies by, None: as the base's do.
     """
 
     sizes: tuple[int, ...]
     blocks: tuple[PackedBlock, ...]
     vocab_size: int | None = None
+    rope_factor: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +147,8 @@ class Packer:
             is_the_bases = self._ends is not None and model.vocab_size == self._ends.vocab_size
             vocab_size = None if is_the_bases else model.vocab_size
             layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms), vocab_size)
+            if model.long_context is not None:
+                layout = replace(layout, rope_factor=model.long_context.rope_factor)
             if model.blueprint is not None:
                 self._layouts[model.blueprint] = layout
         return layout

@@ -86,6 +86,15 @@ def test_an_alora_is_not_merged(tmp_path: Path) -> None:
         MergedAdapter.read(str(tmp_path / "sql"), targets_of(new_base("llama")))
 
 
+def test_a_longer_context_is_refused_by_name(tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "sql").path
+    edit_config(path, context_length=256)
+    with pytest.raises(
+        AdapterValidationError, match="context_length: a longer context is not merged into base weights"
+    ):
+        MergedAdapter.read(str(path), targets_of(new_base("llama")))
+
+
 def test_weights_beyond_their_dtype_are_refused(tmp_path: Path) -> None:
     save_kind(tmp_path / "sql", KINDS["lora"])
     edit_config(tmp_path / "sql", lora_alpha=1e7)

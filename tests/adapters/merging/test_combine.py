@@ -222,9 +222,16 @@ def test_what_cannot_be_merged_is_refused_by_name(saved: Path, tmp_path: Path) -
     save_kind(tmp_path / "ia3", peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     make_adapter(tmp_path / "dora", use_dora=True)
     make_adapter(tmp_path / "biased", lora_bias=True, init_lora_weights=True)
+    edit_config(make_adapter(tmp_path / "long").path, context_length=256)
     wish = wish_of("cat", ("first", 1.0), ("other", 1.0))
     make_adapter(tmp_path / "activated", alora_invocation_tokens=[3, 4], task_type="CAUSAL_LM")
-    reasons = {"ia3": "peft_type IA3", "dora": "use_dora", "biased": "lora_B.bias", "activated": "alora_invocation_tok"}
+    reasons = {
+        "ia3": "peft_type IA3",
+        "dora": "use_dora",
+        "biased": "lora_B.bias",
+        "activated": "alora_invocation_tok",
+        "long": "context_length: an adapter",
+    }
     for name, reason in reasons.items():
         text = refused(AdapterValidationError, origin(saved / "first"), origin(tmp_path / name), wish=wish)
         assert name in text

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loraplex.adapters.format import LongContext
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraSlice, LoraTarget, ShardKind
 from loraplex.kernels.plan import ABSENT, SliceWeights, SlotTable
@@ -190,6 +191,23 @@ def test_a_layout_comes_back_from_disk(backend: AdapterPacking, vocab_size: int 
     packer.check_layout(parsed)
 
 
+@pytest.mark.parametrize("vocab_size", [None, VOCAB + 9])
+def test_the_factor_of_a_context_comes_back_from_disk(vocab_size: int | None) -> None:
+    packer = Packer(ALL, KERNELS[0], torch.float32, BASE)
+    model = everything(vocab_size)
+    plain = packer.lay_out(model)
+    layout = packer.lay_out(replace(model, long_context=LongContext(2.5, 160)))
+    assert layout == replace(plain, rope_factor=2.5)
+    texts = [encode_header(bytes(16), each, (0,) * len(each.sizes)) for each in (plain, layout)]
+    plain_text, text = (each[48 + 8 * len(layout.sizes) :].rstrip(b"\0") for each in texts)
+    assert parse_layout(text) == layout
+    assert parse_layout(plain_text) == plain
+    assert text == plain_text[:-1] + (b",null,2.5]" if vocab_size is None else b",2.5]")
+    for wrong in (b"0.0", b"-2.5", b"1e9", b"NaN", b"2", b'"2"', b"null", b"2.5,2.5"):
+        with pytest.raises(DamagedFileError, match="its layout is not one"):
+            parse_layout(text.replace(b"2.5]", wrong + b"]"))
+
+
 @pytest.mark.parametrize("backend", KERNELS, ids=lambda backend: backend.name)
 def test_a_layout_of_other_own_weights_is_not_this_models(backend: AdapterPacking) -> None:
     """Rows would be read from beyond an extent."""
@@ -262,12 +280,13 @@ def test_the_slot_table_knows_which_slots_have_what(is_mirrored: bool) -> None:
     layout, _ = written(packer, everything(VOCAB - 9))
     table = SlotTable(ALL, 4, torch.zeros(1 << 20, dtype=torch.uint8), is_mirrored=is_mirrored)
     assert table.num_rows == 4
-    image = table.image([(block.target_name, block.layouts) for block in layout.blocks], layout.vocab_size)
+    image = table.image([(block.target_name, block.layouts) for block in layout.blocks], layout.vocab_size, 4.0)
     offsets = [4096 * index for index in range(len(layout.blocks))]
     table.set_image(2, image, offsets)
     sets = (table.own_layers, table.embedding_slots, table.head_slots)
     assert sets == ({2}, {2}, {2})
     assert table.vocab_sizes == {2: VOCAB - 9}
+    assert table.rope_factors == {2: 4.0}
     assert table.block_dtypes == {torch.float32}
     before = [table.addresses(row, 2) for row in range(6)]
     for block, offset in zip(layout.blocks, offsets, strict=True):
@@ -276,7 +295,7 @@ def test_the_slot_table_knows_which_slots_have_what(is_mirrored: bool) -> None:
     table.flush()
     table.check_integrity()
     table.clear_slot(2)
-    assert not any((*sets, table.vocab_sizes))
+    assert not any((*sets, table.vocab_sizes, table.rope_factors))
     assert table.is_clear(2)
     assert [table.addresses(row, 2) for row in range(6)] == [[0] * 5] * 6
 
