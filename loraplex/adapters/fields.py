@@ -202,9 +202,7 @@ _NOT_ACTIVATED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bias": (_OF_ALL_ROWS, lambda value: value in ("all", "lora_only")),
     "modules_to_save": (_OF_ALL_ROWS, lambda value: is_set(value)),
     "trainable_token_indices": (_OF_ALL_ROWS, lambda value: is_set(value)),
-    **dict.fromkeys(
-        CONTEXT_FIELDS, ("the base's rows before it have the base's positions", lambda value: is_set(value))
-    ),
+    **dict.fromkeys(CONTEXT_FIELDS, (_OF_ALL_ROWS, lambda value: is_set(value))),
 }
 """Fields that cannot stand beside alora_invocation_tokens: why, and with which values."""
 
