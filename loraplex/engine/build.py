@@ -35,7 +35,7 @@ from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.space.arena import Arena, KVShare
 from loraplex.memory.weights.copies import CopyEngine, copies_for
 from loraplex.memory.weights.disk_cache import DiskCache
-from loraplex.memory.weights.packing import Packer
+from loraplex.memory.weights.packing import Packer, can_share
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
@@ -291,13 +291,14 @@ def build_manager(
     targets = model.lora_targets()
     lora = _with_one_dtype(lora, backend, model)
     host_arena, copies = host_side(lora, arena)
+    reader = CheckedReader(targets, lora, host_arena is None and can_share(backend, targets))
     manager = LoRAModelManager(
         lora,
         targets,
         backend,
         model.activation_dtype,
         arena,
-        open_weights=partial(read_spec, source=source, reader=CheckedReader(targets, lora)),
+        open_weights=partial(read_spec, source=source, reader=reader),
         base=model,
         host_arena=host_arena,
         copies=copies,

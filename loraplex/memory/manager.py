@@ -42,11 +42,12 @@ from loraplex.memory.care.compaction import Compactor
 from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth, Recovery
 from loraplex.memory.care.housekeeping import Housekeeping
+from loraplex.memory.eviction.budget import Budget, HostCache, most_bytes
 from loraplex.memory.eviction.custom import MakePolicy, policy_maker
 from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
 from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers, most_bytes
+from loraplex.memory.residency.tiers import DeviceCache, Tiers
 from loraplex.memory.residency.transfers import Transfers
 from loraplex.memory.space.arena import Arena
 from loraplex.memory.space.pool import LoRAMemoryPool

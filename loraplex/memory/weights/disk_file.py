@@ -4,9 +4,11 @@
                 extents, identity
     checksums   of the extents (checksum.py), 8 bytes each
     layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]], and behind them the size of the
-                adapter's vocabulary where it is not the base's;
+                adapter's vocabulary where it is not the base's (null where projections follow), and of projections in
+                the last extent [digest, rank, inputs, outputs, dtype, b, bytes];
                 slice := [a, b, bias, rank, scale, dtype], and behind it [gain, input gain] where it has one of them or
-                a weight of its own, which is behind these [weight, row ids, rows, dtype]
+                a weight of its own, which is behind these [weight, row ids, rows, dtype], or where it has scales, which
+                are the last number of 3 or 7 of these
     zeros       up to a multiple of 4096
     extents     one after the other, to the end of the file
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import struct
 import zlib
@@ -33,7 +36,7 @@ import torch
 
 from loraplex.adapters.regular_file import transfer
 from loraplex.kernels.checksum import Checksums
-from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, SliceLayout
+from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, ProjectionsLayout, SliceLayout
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout
 
 MAGIC = b"loraplex"
@@ -46,6 +49,7 @@ MAX_EXTENTS = 1 << 16
 MAX_LAYOUT_BYTES = 1 << 24
 MAX_RANK = 1 << 20
 MAX_VOCABULARY = 1 << 29
+MAX_WIDTH = 1 << 24
 MAX_OFFSET = 1 << 48
 
 _START = struct.Struct("<8sII")
@@ -56,6 +60,7 @@ _FIRST_READ = 1 << 15
 
 NO_GAINS = (ABSENT, ABSENT)
 
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
 
@@ -159,8 +164,11 @@ def _encode_layout(layout: PackedLayout) -> bytes:
         (block.target_name, block.extent_index, block.offset, [_encode_slice(each) for each in block.layouts])
         for block in layout.blocks
     ]
-    vocabulary = () if layout.vocab_size is None else (layout.vocab_size,)
-    return json.dumps((layout.sizes, blocks, *vocabulary), separators=(",", ":"), allow_nan=False).encode()
+    rest: tuple[Any, ...] = () if layout.vocab_size is None else (layout.vocab_size,)
+    if (shared := layout.projections) is not None:
+        numbers = shared.digest, shared.rank, shared.in_features, shared.out_features
+        rest = layout.vocab_size, (*numbers, _name_of(shared.dtype), shared.b_offset, shared.nbytes)
+    return json.dumps((layout.sizes, blocks, *rest), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] | None:
@@ -169,10 +177,11 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
     offsets = layout.a_offset, layout.b_offset, layout.bias_offset
     gains = layout.gain_offset, layout.input_gain_offset
     plain = (*offsets, layout.rank, layout.scale, _name_of(layout.dtype))
+    scales = () if layout.scales_offset == ABSENT else (layout.scales_offset,)
     if layout.weight_dtype is not None:
         own = layout.weight_offset, layout.row_ids_offset, layout.num_rows, _name_of(layout.weight_dtype)
-        return (*plain, *gains, *own)
-    return plain if gains == NO_GAINS else (*plain, *gains)
+        return (*plain, *gains, *own, *scales)
+    return plain if gains == NO_GAINS and not scales else (*plain, *gains, *scales)
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -182,15 +191,29 @@ def _name_of(dtype: torch.dtype) -> str:
 def parse_layout(text: bytes) -> PackedLayout:
     """Raises DamagedFileError unless types, bounds, alignments and places of parts in their extents are right."""
     try:
-        sizes, blocks, *vocabulary = json.loads(text)
+        sizes, blocks, *rest = json.loads(text)
+        vocabulary, shared = [*rest, None, None][: max(2, len(rest))]
         layout = PackedLayout(
             tuple(_whole(size, MAX_OFFSET) for size in sizes),
             tuple(_parse_block(sizes, *block) for block in blocks),
-            *(_whole(size, MAX_VOCABULARY, 1) for size in vocabulary),
+            None if vocabulary is None else _whole(vocabulary, MAX_VOCABULARY, 1),
+            None if shared is None else _parse_projections(*shared),
         )
+        if layout.projections is None and any(each and each.is_shared for b in layout.blocks for each in b.layouts):
+            raise ValueError("scales without projections")
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise DamagedFileError(f"its layout is not one: {error}") from error
     return layout
+
+
+def _parse_projections(
+    digest: Any, rank: Any, inputs: Any, outputs: Any, dtype: Any, b_offset: Any, nbytes: Any
+) -> ProjectionsLayout:
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or dtype not in _DTYPES:
+        raise ValueError(f"projections {digest!r} of dtype {dtype!r}")
+    widths = _whole(inputs, MAX_WIDTH, 1), _whole(outputs, MAX_WIDTH, 1)
+    offsets = _whole(b_offset, MAX_OFFSET), _whole(nbytes, MAX_OFFSET)
+    return ProjectionsLayout(digest, _whole(rank, MAX_RANK, 1), *widths, _DTYPES[dtype], *offsets)
 
 
 def _parse_block(sizes: Sequence[int], target_name: Any, extent_index: Any, offset: Any, slices: Any) -> PackedBlock:
@@ -212,6 +235,8 @@ def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dt
     if dtype not in _DTYPES:
         raise ValueError(f"a dtype of {dtype!r}")
     layout = SliceLayout(a, b, bias, _whole(rank, MAX_RANK, 1), scale, _DTYPES[dtype], gain, input_gain)
+    if len(more) in (3, 7):
+        layout, more = replace(layout, scales_offset=_whole(more[-1], room - 1)), more[:-1]
     return replace(layout, **_parse_own(room, *more[2:])) if len(more) > 2 else layout
 
 
