@@ -291,7 +291,7 @@ def build_manager(
     targets = model.lora_targets()
     lora = _with_one_dtype(lora, backend, model)
     host_arena, copies = host_side(lora, arena)
-    reader = CheckedReader(targets, lora, host_arena is None and can_share(backend, targets))
+    reader = CheckedReader(targets, lora, can_share(backend, targets, host_arena is None))
     manager = LoRAModelManager(
         lora,
         targets,

@@ -99,7 +99,7 @@ class LoRAModelManager:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
         self._clock = clock
-        packer = Packer(targets, backend, compute_dtype, base)
+        packer = Packer(targets, backend, compute_dtype, base, is_one_memory=host_arena is None)
         self._ends = Ends.of(targets)
         copies = copies or SynchronousCopies()
         make_policy = make_policy or policy_maker(lora_config.eviction_policy)

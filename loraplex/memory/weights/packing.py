@@ -135,15 +135,16 @@ class PackedLayout:
         return (each for block in self.blocks for each in block.layouts if each is not None)
 
 
-def can_share(backend: AdapterPacking, targets: Sequence[LoraTarget]) -> bool:
-    """Whether adapters may keep their projections: a shard of a linear would need another part of them."""
+def can_share(backend: AdapterPacking, targets: Sequence[LoraTarget], is_one_memory: bool) -> bool:
+    """Whether adapters may keep their projections: a shard of a linear would need another part of them, and a device
+    with a memory of its own would have them copied under adapters that run (docs/adr/0049)."""
     is_whole = all(
         (target.full_in_features, s.full_out_features) == (target.in_features, s.out_features)
         for target in targets
         for s in target.slices
         if target.is_linear
     )
-    return is_whole and backend.shares_projections
+    return is_one_memory and is_whole and backend.shares_projections
 
 
 class Packer:
@@ -153,14 +154,21 @@ class Packer:
     """
 
     def __init__(
-        self, targets: Sequence[LoraTarget], backend: AdapterPacking, compute_dtype: torch.dtype, base: BaseWeights
+        self,
+        targets: Sequence[LoraTarget],
+        backend: AdapterPacking,
+        compute_dtype: torch.dtype,
+        base: BaseWeights,
+        is_one_memory: bool = True,
     ) -> None:
+        """is_one_memory: whether kernels read what is packed where it is."""
         self._targets = sorted(targets, key=lambda target: target.layer)
         self._linears = [target for target in self._targets if target.is_linear]
         self._by_name = {target.name: target for target in targets}
         self._backend = backend
         self._compute_dtype = compute_dtype
         self._base = base
+        self._can_share = can_share(backend, targets, is_one_memory)
         self._own = OwnPacking(backend, compute_dtype)
         self._ends = Ends.of(targets)
         self._layouts: WeakKeyDictionary[Blueprint, dict[str, PackedLayout]] = WeakKeyDictionary()
@@ -184,6 +192,7 @@ class Packer:
         return layout
 
     def _with_projections(self, layout: PackedLayout, projections: Projections) -> PackedLayout:
+        assert self._can_share, "projections, where each adapter has an A and a B of its own"
         rank, in_features = projections.lora_a.shape
         widths, dtype = (in_features, len(projections.lora_b)), projections.lora_a.dtype
         placed = self._backend.projections_layout(projections.digest, rank, widths, dtype, self._compute_dtype)
@@ -251,7 +260,8 @@ class Packer:
                     model.update(f"{s.module_name} {bias.dtype} {tuple(bias.shape)}".encode())
                     model.update(bias.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         compute_dtype = str(self._compute_dtype).removeprefix("torch.")
-        return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}"
+        sharing = " projections.1" if self._can_share else ""
+        return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}{sharing}"
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
         """The tensors of a block, in its dtype; they may lie in `view`, the block's extent on the host."""
@@ -283,6 +293,8 @@ class Packer:
 
     def _checked_nbytes(self, layout: PackedLayout, shared: ProjectionsLayout) -> int:
         """Of projections. ValueError unless they are laid out as this backend's, and hold all that blocks read."""
+        if not self._can_share:
+            raise ValueError("projections, where each adapter has an A and a B of its own")
         widths = shared.in_features, shared.out_features
         layout_of = self._backend.projections_layout
         right = layout_of(shared.digest, shared.rank, widths, shared.dtype, self._compute_dtype)
