@@ -35,6 +35,7 @@ struct RotaryCall {
 // slice per slice.
 struct LoraTable {
   const int64_t *a_addr, *b_addr, *bias_addr, *gain_addr, *input_gain_addr;  // 0: no such part. a_addr: of all slices
+  const int64_t *scales_addr;  // where there are such, A and B are projections (projections.h), which slots may share
   const int32_t *rank;
   const float* scale;
   const int32_t* format;

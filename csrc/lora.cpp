@@ -13,6 +13,7 @@
 #include "lora.h"
 #include "lora_tile.h"
 #include "operators.h"
+#include "projections.h"
 #include "team.h"
 
 namespace loraplex {
@@ -69,7 +70,8 @@ template <class Math>
 LoraProduct<Math> shrink_product(const LoraDelta& delta, const LoraWork& w, long t0, long t1) {
   return {.x = delta.x + (w.row + t0) * delta.x_stride, .x_stride = delta.x_stride, .rows = t1 - t0,
           .w = (const typename Math::Weight*)w.a, .depth = delta.table.in, .width = part_width(w.a_columns),
-          .y = w.h + t0 * w.h_stride, .y_stride = w.h_stride, .columns = w.a_columns, .adds = false, .scale = 0};
+          .y = w.h + t0 * w.h_stride, .y_stride = w.h_stride, .columns = w.a_columns, .adds = false, .scale = 0,
+          .is_one_panel = w.segments > 0};
 }
 
 // vectors [v0, v1) of the columns of A
@@ -98,6 +100,8 @@ void add_bias(const float* bias, float weight, float* y, long y_stride, long row
 // Gain, h B^T and bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice; its h begins at h_column.
 void expand(const LoraDelta& delta, const LoraWork& w, long slice, long h_column, long t0, long t1, long v0, long v1) {
   const LoraTable& table = delta.table;
+  if (w.segments > 0)
+    return with_format(w.format, [&](auto math) { expand_shared<decltype(math)>(delta, w, slice, t0, t1, v0, v1); });
   const long at = delta.entry(w, slice), rank = table.rank[at], columns = table.out[slice];
   float* y = delta.y + (w.row + t0) * delta.y_stride + table.out_offset[slice];
   const auto* gain = (const float*)table.gain_addr[at];
@@ -125,6 +129,10 @@ template <class F>
 void for_slices(const LoraDelta& delta, const LoraWork& w, F f) {
   long h_column = 0;
   for (long slice = 0; slice < delta.table.num_slices; slice++) {
+    if (w.segments > 0) {
+      f(slice, 0, cost_of((w.a_columns + 1) * delta.table.out[slice], w.rows));
+      continue;
+    }
     const long at = delta.entry(w, slice), rank = delta.table.rank[at];
     if (rank > 0 || delta.table.bias_addr[at] != 0 || delta.table.gain_addr[at] != 0)
       f(slice, h_column, cost_of((rank + 1) * delta.table.out[slice], w.rows));
@@ -228,7 +236,7 @@ long parts_of(int64_t cost, long shares) {
 
 LoraDelta::LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y,
                      long y_stride)
-    : table(table), x(x), x_stride(x_stride), y(y), y_stride(y_stride), work(own_work()) {
+    : table(table), segments(segments), x(x), x_stride(x_stride), y(y), y_stride(y_stride), work(own_work()) {
   static thread_local std::vector<float> h_buffer;  // the calling thread's, kept for its next call
   long h_size = 0, last_end = 0;
   work.clear();
@@ -236,7 +244,17 @@ LoraDelta::LoraDelta(const LoraTable& table, const LoraSegments& segments, const
     LoraWork w = {.row = segments.start[i], .rows = segments.end[i] - segments.start[i], .slot = segments.slot[i],
                   .weight = segments.weight[i]};
     bool has_more = false;
-    for (long slice = 0; slice < table.num_slices; slice++) {
+    if (const long slice = shared_slice_of(table, w.slot); slice >= 0) {
+      const long at = entry(w, slice);
+      w.a = (const void*)table.a_addr[at], w.b = (const void*)table.b_addr[at], w.end = (const char*)w.a;
+      w.format = table.format[at], w.a_columns = table.rank[at], w.segment = i, w.segments = 1;
+      for (; i + 1 < segments.count && segments.start[i + 1] == w.row + w.rows; i++, w.segments++) {
+        const long next = shared_slice_of(table, segments.slot[i + 1]);
+        if (next < 0 || (const void*)table.a_addr[next * table.capacity + segments.slot[i + 1]] != w.a) break;
+        w.rows += segments.end[i + 1] - segments.start[i + 1];
+      }
+    }
+    for (long slice = w.segments > 0 ? table.num_slices : 0; slice < table.num_slices; slice++) {
       const long at = entry(w, slice);
       has_more |= table.bias_addr[at] != 0 || table.gain_addr[at] != 0;
       if (table.rank[at] == 0) continue;

@@ -8,7 +8,7 @@
 
 namespace loraplex {
 
-// A segment and the block that it goes through.
+// A segment and the block that it goes through; or segments side by side that go through the same projections.
 struct LoraWork {
   long row, rows, slot;
   float weight;
@@ -20,6 +20,7 @@ struct LoraWork {
   float* h = nullptr;       // [rows, h_stride]
   long h_stride = 0;
   int64_t shrink_cost = 0, expand_cost = 0;
+  long segment = 0, segments = 0;  // of projections: the first and how many; 0: a block
 };
 
 // The delta and the gain of every segment and slice (lora.cpp has the formula). One at a time per calling thread: the
@@ -37,6 +38,7 @@ struct LoraDelta {
   int64_t cost() const { return shrink_cost + expand_cost; }
 
   const LoraTable& table;
+  const LoraSegments& segments;
   const float* x;
   long x_stride;
   float* y;

@@ -21,6 +21,7 @@ struct LoraProduct {
   long y_stride, columns;
   bool adds;
   float scale;
+  bool is_one_panel = false;  // w is [depth][width], however wide
 };
 
 // With gains y[t, c] = fma(scale * gain[c], that sum, (1 + weight (gain[c] - 1)) * y[t, c]). Products without them are
@@ -166,11 +167,12 @@ void run_product(const LoraProduct<Math>& p, long begin, long end, Gains gains =
   const long limit = max_vectors(ceil_div(p.rows, blocks)), chunk = blocks > 1 && !p.adds ? kLoraChunk : p.depth;
   auto run_tile = [&](long t0, long t1, long k, long v, long count) {
     const long first = v / kLoraVectors * kLoraPanel, width = panel_width(first, p.width), column = v * kPanel;
-    const auto* w = p.w + first * p.depth + k * width + column - first;
+    const long w_stride = p.is_one_panel ? p.width : width;
+    const auto* w = p.is_one_panel ? p.w + k * p.width + column : p.w + first * p.depth + k * width + column - first;
     with_constant(t1 - t0, [&](auto rows) {
       with_constant(count, [&](auto vectors) {
         if constexpr (rows() <= kMaxRows && vectors() <= max_vectors(rows()))
-          lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, width,
+          lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, w_stride,
                                              std::min(chunk, p.depth - k), p.y + t0 * p.y_stride + column, p.y_stride,
                                              p.columns - column, k > 0, p.adds, p.scale, gains.from(column));
       });

@@ -226,6 +226,16 @@ def _of_vera(parts: Tensors) -> dict[str, torch.Tensor]:
     }
 
 
+def scales_of(parts: Tensors) -> dict[str, torch.Tensor]:
+    """Of a VeRA whose A and B stay what they are."""
+    return {"rank_scale": _float32(parts["lambda_d"]), "out_scale": _float32(parts["lambda_b"])}
+
+
+def row_maxima(matrix: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in each row."""
+    return torch.from_numpy(np.abs(_numbers(matrix)).max(axis=1, initial=0).astype(np.float32))
+
+
 _CONVERTERS: dict[Kind, Converter] = {
     Kind.ADALORA: _of_adalora,
     Kind.IA3: _of_ia3,

@@ -17,6 +17,7 @@ from loraplex.adapters.kinds import (
     OWN_PARTS,
     PARTS,
     PEFT_TYPES,
+    SHARED,
     TOKENS,
     WEIGHT,
     Kind,
@@ -238,6 +239,8 @@ def _own_facts(names: dict[TensorName, TensorEntry]) -> tuple[OwnFact, ...]:
     for name, entry in names.items():
         leaf = name.module.rpartition(".")[2]
         known = _ENDS.get((leaf, name.part))
+        if name.module == "" and name.part in SHARED.values():
+            known = "projections, kept once for all adapters with equal ones (CPU)", "all, once for all such rows"
         if name.part == BASE_WEIGHT and TensorName(name.module, COPY) in names:
             known = "a layer as it was before training", "none of it"
         elif known is None and leaf == _OF_HEAD and name.part not in ("bias", *OWN_PARTS):

@@ -11,6 +11,7 @@ recipe are equal (`Blueprint`, docs/adr/0014). Read and checked each time: the f
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import threading
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.conversion import Converter, are_equal, converter_of, with_tokens
+from loraplex.adapters.conversion import Converter, are_equal, converter_of, row_maxima, scales_of, with_tokens
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
@@ -45,8 +46,9 @@ MAX_KNOWN_HEADER_BYTES = 2**20
 """Of a larger header nothing is remembered, so that what is has a bound."""
 
 FLOAT32_FIELDS = ("magnitude", "gain", "input_gain")
-LAYER_FIELDS = ("lora_a", "lora_b", "lora_bias", "bias", *FLOAT32_FIELDS, "weight", "row_ids")
-"""The tensors of a layer; those of FLOAT32_FIELDS are float32, whatever lora_dtype is, and row_ids int64."""
+SCALES = ("rank_scale", "out_scale")
+LAYER_FIELDS = ("lora_a", "lora_b", "lora_bias", "bias", *FLOAT32_FIELDS, *SCALES, "weight", "row_ids")
+"""The tensors of a layer; FLOAT32_FIELDS and SCALES are float32, whatever lora_dtype is, and row_ids int64."""
 
 _FIELDS = {"embedding_a": "lora_a", "embedding_b": "lora_b"}
 
@@ -62,6 +64,9 @@ class LoRALayerWeights:
     weight is in place of the base's: [out, in] of a linear, [hidden] of a norm, rows [n, hidden] of an embedding or a
     head, those of the tokens row_ids int64 [n], ascending; without row_ids, of 0 to n - 1. LoRA on an embedding has
     lora_a [rank, vocabulary] and lora_b [hidden, rank].
+
+    rank_scale [rank], out_scale [out] are in place of lora_a and lora_b in a model with projections (VeRA): the delta
+    is diag(out_scale) B diag(rank_scale) A, A and B cut to the module.
     """
 
     module_name: str
@@ -77,6 +82,8 @@ class LoRALayerWeights:
     input_gain: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     row_ids: torch.Tensor | None = None
+    rank_scale: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -118,11 +125,37 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class Projections:
+    """A [rank, most inputs] and B [most outputs, rank] that all modules of a VeRA share, and most VeRAs of a base.
+
+    digest: of their numbers, dtype and shapes: only equal ones are stored as one.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    digest: str
+
+    @classmethod
+    def of(cls, lora_a: torch.Tensor, lora_b: torch.Tensor) -> Projections:
+        if lora_a.dtype != lora_b.dtype:
+            lora_a, lora_b = lora_a.float(), lora_b.float()
+        content = hashlib.blake2b(f"{lora_a.dtype} {(*lora_a.shape, *lora_b.shape)}".encode(), digest_size=16)
+        for tensor in (lora_a, lora_b):
+            content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return cls(lora_a, lora_b, content.hexdigest())
+
+    @property
+    def nbytes(self) -> int:
+        return self.lora_a.nbytes + self.lora_b.nbytes
+
+
+@dataclass(frozen=True, eq=False)
 class Blueprint:
     """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors alone.
 
     convert: what makes fields of a layer's parts, None where they are the fields. made_bytes: of what is made of the
-    file's tensors. equal: names of tensors that are one in peft. vocab_size: as LoRAModel's.
+    file's tensors. equal: names of tensors that are one in peft. vocab_size: as LoRAModel's. keeps_projections: the
+    file's are those of the model.
     """
 
     plan: ReadPlan
@@ -132,6 +165,13 @@ class Blueprint:
     made_bytes: int = 0
     equal: tuple[Equal, ...] = ()
     vocab_size: int | None = None
+    keeps_projections: bool = False
+
+    def projections_of(self, block: torch.Tensor) -> Projections | None:
+        if not self.keeps_projections:
+            return None
+        tensors = dict(zip(self.plan.names, self.plan.tensors(block), strict=True))
+        return Projections.of(*(tensors[TensorName("", part)] for part in ("vera_A", "vera_B")))
 
     def layers_of(self, block: torch.Tensor) -> dict[str, LoRALayerWeights]:
         """Those of a block that was read by the plan."""
@@ -159,7 +199,8 @@ class LoRAModel:
 
     blueprint: models that have the same one differ in nothing but their numbers. vocab_size: where the adapter's
     vocabulary ends; None: where the base's does. invocation_tokens: of an aLoRA. long_context: None where it has the
-    base's positions.
+    base's positions. projections: what layers with scales share; only a reader with `keeps_projections` makes such a
+    model, else they are multiplied out.
     """
 
     adapter_digest: str
@@ -171,6 +212,7 @@ class LoRAModel:
     vocab_size: int | None = None
     invocation_tokens: tuple[int, ...] = ()
     long_context: LongContext | None = None
+    projections: Projections | None = None
 
     @property
     def id(self) -> int:
@@ -179,7 +221,8 @@ class LoRAModel:
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers.values())
+        shared = 0 if self.projections is None else self.projections.nbytes
+        return shared + sum(layer.nbytes for layer in self.layers.values())
 
     def __iter__(self) -> Iterator[LoRALayerWeights]:
         return iter(self.layers.values())
@@ -237,10 +280,16 @@ class CheckedReader:
     """
 
     def __init__(
-        self, targets: Sequence[LoraTarget], lora_config: LoRAConfig, long_contexts: LongContexts | None = None
+        self,
+        targets: Sequence[LoraTarget],
+        lora_config: LoRAConfig,
+        long_contexts: LongContexts | None = None,
+        keeps_projections: bool = False,
     ) -> None:
+        """keeps_projections: VeRA's shared A and B stay what they are; else each module gets an A and a B."""
         self.lora_config = lora_config
         self._long_contexts = long_contexts
+        self._keeps_projections = keeps_projections
         self._base = base_modules(targets)
         self.max_tensors = max(MIN_TENSORS, len(self._base) * MAX_PARTS)
         """With spare, so that messages say what is wrong."""
@@ -285,7 +334,7 @@ class CheckedReader:
         reasons += [] if self._long_contexts is None else helper.context_reasons(self._long_contexts)
         if blueprint is None:
             check_size(file.nbytes, max_bytes, helper.adapter)
-            blueprint = _blueprint(file, check)
+            blueprint = _blueprint(file, check, self._keeps_projections and helper.kind is Kind.VERA)
             reasons += check.over_limits(self.lora_config)
         if blueprint.plan.nbytes > MAX_REFUSED_BYTES:
             check.raise_if_refused(reasons)
@@ -299,12 +348,25 @@ class CheckedReader:
         layers = blueprint.layers_of(block)
         if blueprint.made_bytes:
             _check_converted(layers, helper.adapter)
+        projections = blueprint.projections_of(block)
+        if projections is not None:
+            _check_products(layers, blueprint.layers, projections, helper.adapter)
+            projections = _projections_in(projections, self.lora_config, helper.adapter)
         layers = _convert(layers, self.lora_config, helper.adapter)
         warnings = (*helper.warnings, *blueprint.warnings)
         rank = max((layer.rank for layer in layers.values()), default=0)
-        vocab_size, invocation_tokens = blueprint.vocab_size, helper.invocation_tokens
         context = None if self._long_contexts is None else helper.long_context(self._long_contexts)
-        return LoRAModel(digest, rank, layers, 0, warnings, blueprint, vocab_size, invocation_tokens, context)
+        return LoRAModel(
+            digest,
+            rank,
+            layers,
+            warnings=warnings,
+            blueprint=blueprint,
+            vocab_size=blueprint.vocab_size,
+            invocation_tokens=helper.invocation_tokens,
+            long_context=context,
+            projections=projections,
+        )
 
     def _get(self, key: Hashable) -> Blueprint | None:
         with self._lock:
@@ -337,7 +399,7 @@ def _key(file: WeightFile, helper: PEFTHelper) -> Hashable:
     return helper.naming(), tuple((shard.header, shard.size, shard.expected) for shard in file.shards)
 
 
-def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
+def _blueprint(file: WeightFile, check: TensorCheck, keeps_projections: bool) -> Blueprint:
     """Of what can be read, with the findings about the rest in `check`."""
     for entry in file.entries:
         check.add(entry)
@@ -347,10 +409,12 @@ def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
         return Blueprint(plan, (), tuple(check.warnings))
     own = check.own
     assert own is not None, "a check without findings looked at what the adapter has of its own"
-    made_bytes = check.served_nbytes + sum(_merged_bytes(part, check) for part in own.parts.values())
+    served_bytes = 0 if keeps_projections else check.served_nbytes
+    made_bytes = served_bytes + sum(_merged_bytes(part, check) for part in own.parts.values())
     vocab_size = None if own.vocab_size == own.base_vocab_size else own.vocab_size
     layers, warnings = tuple(_layers(plan, check, own)), tuple(check.warnings)
-    return Blueprint(plan, layers, warnings, converter_of(check.helper), made_bytes, tuple(own.equal), vocab_size)
+    convert = scales_of if keeps_projections else converter_of(check.helper)
+    return Blueprint(plan, layers, warnings, convert, made_bytes, tuple(own.equal), vocab_size, keeps_projections)
 
 
 def _merged_bytes(part: OwnPart, check: TensorCheck) -> int:
@@ -385,6 +449,40 @@ def _layers(plan: ReadPlan, check: TensorCheck, own: OwnParts) -> Iterator[Layer
             yield LayerPlan(layer, parts, weight, tokens, part.token_ids, in_features)
 
 
+def _check_products(
+    layers: Mapping[str, LoRALayerWeights], plans: Sequence[LayerPlan], shared: Projections, adapter: str
+) -> None:
+    """Raise AdapterValidationError for scales with which A or B, multiplied out, would not be in float32. The kernels
+    do not multiply them out, and no other row would see it; but a file is good or not wherever it is served."""
+    largest_b = row_maxima(shared.lora_b)
+    largest_a: dict[int, torch.Tensor] = {}
+    for plan in plans:
+        layer, width = layers[plan.layer.module_name], plan.in_features
+        if layer.rank_scale is None or layer.out_scale is None:
+            continue
+        if width not in largest_a:
+            largest_a[width] = row_maxima(shared.lora_a[:, :width])
+        products = layer.with_tensors(
+            {
+                "lora_a": largest_a[width] * layer.rank_scale,
+                "lora_b": largest_b[: len(layer.out_scale)] * layer.out_scale,
+            }
+        )
+        _check_converted({layer.module_name: products}, adapter)
+
+
+def _projections_in(shared: Projections, lora_config: LoRAConfig, adapter: str) -> Projections:
+    """In `lora_dtype`, as `_convert` does it with layers."""
+    if lora_config.lora_dtype in ("auto", "int8"):
+        return shared
+    dtype: torch.dtype = getattr(torch, lora_config.lora_dtype)
+    converted = Projections.of(shared.lora_a.to(dtype), shared.lora_b.to(dtype))
+    if not (is_finite(converted.lora_a) and is_finite(converted.lora_b)):
+        text = f"vera_A and vera_B do not fit in lora_dtype={lora_config.lora_dtype!r}; use auto, bfloat16 or float32"
+        raise AdapterValidationError.from_reasons(adapter, [text])
+    return converted
+
+
 def _check_converted(layers: Mapping[str, LoRALayerWeights], adapter: str) -> None:
     """Raise AdapterValidationError for products that float32 does not hold."""
     _check_finite(layers, adapter, "float32 once it is multiplied out; the numbers of the file are too large")
@@ -401,7 +499,7 @@ def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapt
     converted = {
         name: layer.with_tensors(
             {
-                field: tensor if field in (*FLOAT32_FIELDS, "row_ids") else tensor.to(dtype)
+                field: tensor if field in (*FLOAT32_FIELDS, *SCALES, "row_ids") else tensor.to(dtype)
                 for field, tensor in layer.tensors.items()
             }
         )

@@ -35,7 +35,7 @@ from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.space.arena import Arena, KVShare
 from loraplex.memory.weights.copies import CopyEngine, copies_for
 from loraplex.memory.weights.disk_cache import DiskCache
-from loraplex.memory.weights.packing import Packer
+from loraplex.memory.weights.packing import Packer, can_share
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
@@ -294,7 +294,8 @@ def build_manager(
     targets = model.lora_targets()
     lora = _with_one_dtype(lora, backend, model)
     host_arena, copies = host_side(lora, arena)
-    reader = CheckedReader(targets, lora, model.config.long_contexts(lora.long_lora_scaling_factors))
+    long_contexts = model.config.long_contexts(lora.long_lora_scaling_factors)
+    reader = CheckedReader(targets, lora, long_contexts, can_share(backend, targets, host_arena is None))
     manager = LoRAModelManager(
         lora,
         targets,

@@ -172,7 +172,7 @@ def make_front(
     registry = None
     if config.lora is not None and store is not None:
         reader, read_text = (
-            CheckedReader(info.targets, config.lora, info.long_contexts),
+            CheckedReader(info.targets, config.lora, info.long_contexts, keeps_projections=info.device == "cpu"),
             texts.read if config.lora.adapter_text else no_text,
         )
         opener = AdapterOpener(AdapterSource(config.root_paths), reader, read_text)

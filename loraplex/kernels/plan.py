@@ -19,9 +19,12 @@ from loraplex.core import BASE_SLOT, LoraTarget, ShardKind
 from loraplex.kernels.slices import ABSENT as ABSENT
 from loraplex.kernels.slices import ALIGNMENT as ALIGNMENT
 from loraplex.kernels.slices import DTYPE_CODES as DTYPE_CODES
+from loraplex.kernels.slices import Blocks, PlacedBlock, PlacedProjections, facts_of
+from loraplex.kernels.slices import ProjectionsLayout as ProjectionsLayout
 from loraplex.kernels.slices import SliceLayout as SliceLayout
 from loraplex.kernels.slices import SliceView as SliceView
 from loraplex.kernels.slices import SliceWeights as SliceWeights
+from loraplex.kernels.slices import SlotImage as SlotImage
 from loraplex.kernels.slices import align as align
 from loraplex.kernels.tiles import NO_TILES, TILE_FIELDS, TileBuffer, Tiles, cut_tiles, tile_room
 
@@ -169,57 +172,11 @@ def _check_segment(segment: LoraSegment, num_tokens: int) -> None:
 # ---------------------------------------------------------------------------------------------- an adapter's weights
 
 
-_Facts = tuple[int, frozenset[torch.dtype], bool, bool]
-"""Of blocks, what `SlotTable.expect` is told: largest rank, dtypes, whether there are gains, and input gains."""
-
 NOT_OF_KERNELS = frozenset((ShardKind.EMBEDDING, ShardKind.NORM))
 """Kinds of targets that `add_lora` has nothing to do with: the slot table has no addresses of theirs."""
 
 
-def _facts_of(layouts: Iterable[SliceLayout | None]) -> _Facts:
-    present = [layout for layout in layouts if layout is not None and layout.has_delta]
-    return (
-        max((layout.rank for layout in present), default=0),
-        frozenset(layout.dtype for layout in present),
-        any(layout.gain_offset != ABSENT for layout in present),
-        any(layout.input_gain_offset != ABSENT for layout in present),
-    )
-
-
-Blocks = Sequence[tuple[str, Sequence[SliceLayout | None]]]
-"""(target's name, layouts of its slices)"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A packed block in the buffer."""
-
-    offset: int
-    layouts: tuple[SliceLayout | None, ...]
-
-
-@dataclass(frozen=True)
-class SlotImage:
-    """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
-    One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [5,
-    n] of its parts inside the block (`SliceLayout.offsets`), and rank, scale, dtype [n]. first_rows, layouts: one per
-    block. special_blocks: (first row, layouts) of those with own weights, of embeddings and of heads.
-    vocab_size, rope_factor: as in `SlotTable.vocab_sizes` and `rope_factors`.
-    """
-
-    rows: NDArray[np.int64]
-    blocks: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    values: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-    first_rows: tuple[int, ...]
-    layouts: tuple[tuple[SliceLayout | None, ...], ...]
-    facts: _Facts
-    special_blocks: tuple[tuple[int, tuple[SliceLayout | None, ...]], ...] = ()
-    vocab_size: int | None = None
-    rope_factor: float | None = None
-
-
-_NUM_ADDRESSES, _NUM_VALUES = 5, 3
+_NUM_ADDRESSES, _NUM_VALUES = 6, 3
 """Columns of the slot table that are addresses, and the others."""
 
 
@@ -228,9 +185,9 @@ class SlotTable:
 
     One row per (target, slice), in the order of `targets`, those of NOT_OF_KERNELS apart: theirs are numbers behind
     the others without addresses. One column per lora_slot. Tensors of shape [rows, capacity]:
-    a_addr, b_addr, bias_addr, gain_addr, input_gain_addr int64 (0: no such part), rank int32 (0: no A and B), scale
-    float32, dtype int32 (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() + byte
-    offset.
+    a_addr, b_addr, bias_addr, gain_addr, input_gain_addr, scales_addr int64 (0: no such part), rank int32 (0: no A and
+    B), scale float32, dtype int32 (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() +
+    byte offset. Where there are scales, A and B are the projections', which other slots may have, too.
 
     On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings
     it to the tensors, in the order of the kernels: a step in flight sees none of it, the next one all. The table itself
@@ -258,7 +215,8 @@ class SlotTable:
         self._rows = tuple((self._first_rows[t.name], i) for t in ordered for i in range(len(t.slices)))
         self.num_rows = sum(len(t.slices) for t in ordered if t.kind not in NOT_OF_KERNELS)
         self._allocate_columns()
-        self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
+        self._placed: tuple[dict[int, PlacedBlock], ...] = tuple({} for _ in range(capacity))
+        self._projections: dict[int, PlacedProjections] = {}
         self._taken: set[int] = set()
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
         """Per lora_slot: first row of a target -> what a backend made of that block, until it changes."""
@@ -290,7 +248,9 @@ class SlotTable:
         if self.is_mirrored:
             addresses, values = (planes.clone().to(self.buffer.device) for planes in (addresses, values))
         self._planes = addresses, values
-        self.a_addr, self.b_addr, self.bias_addr, self.gain_addr, self.input_gain_addr = addresses.unbind()
+        self.a_addr, self.b_addr, self.bias_addr, self.gain_addr, self.input_gain_addr, self.scales_addr = (
+            addresses.unbind()
+        )
         self.rank, self.dtype = values[0], values[2]
         self.scale = values[1].view(torch.float32)
         self._changed: set[int] = set()
@@ -314,17 +274,17 @@ class SlotTable:
         num_slices = len(self._by_first_row[first_row].slices)
         if len(layouts) != num_slices:
             raise ValueError(f"{target_name} has {num_slices} slices, got {len(layouts)} layouts")
-        last_part = max((max(*x.offsets, 0) for x in layouts if x is not None), default=0)
+        last_part = max((max(*x.offsets, x.scales_offset, 0) for x in layouts if x is not None), default=0)
         if block_offset < 0 or block_offset + last_part >= self.buffer.numel():
             raise ValueError(f"a block at {block_offset} is outside the buffer of {self.buffer.numel()} bytes")
         self._check_slot(lora_slot)
         if first_row < self.num_rows:
             for row, layout in enumerate(layouts, first_row):
-                self._write(row, lora_slot, self._entry(block_offset, layout))
-            self.expect(*_facts_of(layouts))
+                self._write(row, lora_slot, self._entry(block_offset, layout, self._projections.get(lora_slot)))
+            self.expect(*facts_of(layouts))
             self._mark(lora_slot)
         self._taken.add(lora_slot)
-        self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
+        self._placed[lora_slot][first_row] = PlacedBlock(block_offset, tuple(layouts))
         self._note(lora_slot, first_row, layouts)
         self.derived[lora_slot].pop(first_row, None)
         self.derived[lora_slot].pop(~first_row, None)
@@ -339,7 +299,13 @@ class SlotTable:
         elif any(layout is not None and layout.has_weight for layout in layouts):
             self.own_layers.add(lora_slot)
 
-    def image(self, blocks: Blocks, vocab_size: int | None = None, rope_factor: float | None = None) -> SlotImage:
+    def image(
+        self,
+        blocks: Blocks,
+        vocab_size: int | None = None,
+        rope_factor: float | None = None,
+        projections: ProjectionsLayout | None = None,
+    ) -> SlotImage:
         """The image of an adapter with these blocks: (target's name, layouts of slices). KeyError: unknown target."""
         first_rows = tuple(self._first_rows[name] for name, _ in blocks)
         found = [
@@ -348,22 +314,25 @@ class SlotTable:
             for row, layout in enumerate(layouts, first_row)
             if layout is not None and row < self.num_rows
         ]
-        parts = [layout.offsets for _, _, layout in found]
+        parts = [(*layout.offsets, layout.scales_offset) for _, _, layout in found]
+        dtypes = [projections.dtype if projections and each.is_shared else each.dtype for _, _, each in found]
         return SlotImage(
             rows=np.array([row for row, _, _ in found], np.int64),
             blocks=np.array([index for _, index, _ in found], np.int64),
             offsets=np.array(parts, np.int64).reshape(-1, _NUM_ADDRESSES).T,
+            is_shared=np.array([layout.is_shared for _, _, layout in found], np.bool_),
             values=(
                 np.array([layout.rank for _, _, layout in found], np.int32),
                 np.array([layout.scale for _, _, layout in found], np.float32),
-                np.array([DTYPE_CODES[layout.dtype] for _, _, layout in found], np.int32),
+                np.array([DTYPE_CODES[dtype] for dtype in dtypes], np.int32),
             ),
             first_rows=first_rows,
             layouts=tuple(tuple(layouts) for _, layouts in blocks),
-            facts=_facts_of(layout for _, _, layout in found),
+            facts=facts_of(layout for _, _, layout in found),
             special_blocks=tuple(self._special_blocks(first_rows, blocks)),
             vocab_size=vocab_size,
             rope_factor=rope_factor,
+            projections=projections,
         )
 
     def _special_blocks(
@@ -374,19 +343,30 @@ class SlotTable:
             if is_end or any(layout is not None and layout.has_weight for layout in layouts):
                 yield first_row, tuple(layouts)
 
-    def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:
+    def set_image(
+        self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int], projections_offset: int = 0
+    ) -> None:
         """`set_block` for all blocks of an adapter at once, block i at byte `block_offsets[i]`; the slot was clear."""
         assert self.is_clear(lora_slot), f"lora_slot {lora_slot} holds an adapter"
         starts = np.array(block_offsets, np.int64)[image.blocks]
         if len(starts) and not (starts.min() >= 0 and (starts + image.offsets).max() < self.buffer.numel()):
             raise ValueError(f"a block lies outside the buffer of {self.buffer.numel()} bytes")
         addresses = np.where(image.offsets == ABSENT, 0, self._base_addr + starts + image.offsets)
+        if image.projections is not None:
+            placed = PlacedProjections(projections_offset, image.projections)
+            if not 0 <= placed.offset <= self.buffer.numel() - placed.layout.nbytes:
+                raise ValueError(f"projections at {placed.offset} are outside the buffer")
+            self._projections[lora_slot] = placed
+            for row, offset in enumerate(placed.offsets):
+                addresses[row, image.is_shared] = self._base_addr + offset
         for column, values in zip(self._host, (*addresses, *image.values), strict=True):
             column[image.rows, lora_slot] = values
         self.expect(*image.facts)
         self._mark(lora_slot)
         self._taken.add(lora_slot)
-        self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
+        self._placed[lora_slot].update(
+            zip(image.first_rows, map(PlacedBlock, block_offsets, image.layouts), strict=True)
+        )
         for first_row, layouts in image.special_blocks:
             self._note(lora_slot, first_row, layouts)
         if image.vocab_size is not None:
@@ -407,6 +387,7 @@ class SlotTable:
         self._mark(lora_slot)
         self._taken.discard(lora_slot)
         self._placed[lora_slot].clear()
+        self._projections.pop(lora_slot, None)
         self.derived[lora_slot].clear()
         for slots in (self.own_layers, self.embedding_slots, self.head_slots):
             slots.discard(lora_slot)
@@ -433,13 +414,22 @@ class SlotTable:
         assert layout.dtype.is_floating_point, "a block of eight bits is read by its own kernels alone"
         target = self._by_first_row[first_row]
         in_features, out_features = target.in_features, target.slices[slice_index].out_features
+        lora_a = self.part(placed.offset, layout.a_offset, layout.dtype, layout.rank, in_features)
+        lora_b = self.part(placed.offset, layout.b_offset, layout.dtype, out_features, layout.rank)
+        if layout.is_shared:
+            shared = self._projections[lora_slot]
+            (a_offset, b_offset), dtype = shared.offsets, shared.layout.dtype
+            a_t = self.part(0, a_offset, dtype, in_features, layout.rank)
+            lora_a, lora_b = None if a_t is None else a_t.t(), self.part(0, b_offset, dtype, out_features, layout.rank)
         return SliceView(
-            self.part(placed.offset, layout.a_offset, layout.dtype, layout.rank, in_features),
-            self.part(placed.offset, layout.b_offset, layout.dtype, out_features, layout.rank),
+            lora_a,
+            lora_b,
             self.part(placed.offset, layout.bias_offset, layout.dtype, out_features),
             layout.scale,
             self.part(placed.offset, layout.gain_offset, torch.float32, out_features),
             self.part(placed.offset, layout.input_gain_offset, torch.float32, in_features),
+            self.part(placed.offset, layout.scales_offset, torch.float32, layout.rank),
+            self.part(placed.offset, layout.out_scale_offset, torch.float32, out_features),
         )
 
     def placed(self, first_row: int, lora_slot: int) -> tuple[int, tuple[SliceLayout | None, ...]] | None:
@@ -454,12 +444,18 @@ class SlotTable:
         start = block_offset + offset
         return self.buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def _entry(self, block_offset: int, layout: SliceLayout | None) -> tuple[int | float, ...]:
+    def _entry(
+        self, block_offset: int, layout: SliceLayout | None, shared: PlacedProjections | None = None
+    ) -> tuple[int | float, ...]:
         if layout is None:
             return (*(0,) * _NUM_ADDRESSES, 0, 0.0, 0)
-        start = self._base_addr + block_offset
-        addresses = (0 if offset == ABSENT else start + offset for offset in layout.offsets)
-        return (*addresses, layout.rank, layout.scale, DTYPE_CODES[layout.dtype])
+        start, dtype = self._base_addr + block_offset, layout.dtype
+        offsets = (*layout.offsets, layout.scales_offset)
+        addresses = [0 if offset == ABSENT else start + offset for offset in offsets]
+        if layout.is_shared:
+            assert shared is not None, "scales in a slot without projections"
+            addresses[:2], dtype = (self._base_addr + offset for offset in shared.offsets), shared.layout.dtype
+        return (*addresses, layout.rank, layout.scale, DTYPE_CODES[dtype])
 
     def expect(
         self, max_rank: int, dtypes: Iterable[torch.dtype], has_gains: bool = False, has_input_gains: bool = False
@@ -503,7 +499,7 @@ class SlotTable:
         self._changed.clear()  # now, or they would be lost to a step that is tried again for lack of memory
 
     def _parts(self, staging: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Addresses and values in a staging buffer, [5, rows, num_slots] and [3, rows, num_slots]."""
+        """Addresses and values in a staging buffer, [6, rows, num_slots] and [3, rows, num_slots]."""
         per_plane = self.num_rows * num_slots
         addresses = staging[num_slots:][: _NUM_ADDRESSES * per_plane]
         values = staging[num_slots + len(addresses) :].view(torch.int32)[: _NUM_VALUES * per_plane]
@@ -521,13 +517,16 @@ class SlotTable:
             assert (host[:, :, same] == planes.cpu().numpy()[:, :, same]).all(), "the device has another slot table"
 
     def addresses(self, row: int, lora_slot: int) -> list[int]:
-        """Of the parts of one slice, in the order of `SliceLayout.offsets`, as they were written last."""
+        """Of the parts of one slice, in the order of `SliceLayout.offsets`, as they were written last; behind them its
+        scales, if it has any."""
         if row >= self.num_rows:
             first_row, index = self._rows[row]
             placed = self._placed[lora_slot].get(first_row)
             entry = self._entry(0, None) if placed is None else self._entry(placed.offset, placed.layouts[index])
-            return [int(address) for address in entry[:_NUM_ADDRESSES]]
-        return [int(address) for address in self._host_planes[0][:, row, lora_slot]]
+        else:
+            entry = tuple(self._host_planes[0][:, row, lora_slot])
+        *parts, scales = map(int, entry[:_NUM_ADDRESSES])
+        return [*parts, scales] if scales else parts
 
     def _check_slot(self, lora_slot: int) -> None:
         if not 0 <= lora_slot < self.capacity:

@@ -22,7 +22,15 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.cpu import CpuUse
-from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.plan import (
+    AttentionPlan,
+    LayersForward,
+    LoraPlan,
+    ProjectionsLayout,
+    SliceLayout,
+    SliceWeights,
+    SlotTable,
+)
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.metrics import KernelFallback
 
@@ -199,6 +207,23 @@ class AdapterPacking(Protocol):
 
         The tensors may lie in `block` (uint8, on the host); bytes behind the packed block are not read.
         """
+        ...
+
+    @property
+    def shares_projections(self) -> bool:
+        """Whether blocks may have scales over A and B that other adapters read, too, and `add_lora` knows of them."""
+        ...
+
+    def projections_layout(
+        self, digest: str, rank: int, widths: tuple[int, int], dtype: torch.dtype, compute_dtype: torch.dtype
+    ) -> ProjectionsLayout:
+        """Where `pack_projections` puts A [rank, in] and B [out, rank] of `dtype`; widths: (in, out)."""
+        ...
+
+    def pack_projections(
+        self, layout: ProjectionsLayout, lora_a: torch.Tensor, lora_b: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write both into `out` (uint8, 64-byte aligned, `layout.nbytes`), on any thread."""
         ...
 
     def own_dtype(self, dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:

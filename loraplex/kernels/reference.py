@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from loraplex.kernels.plan import (
     AttentionPlan,
     LayersForward,
     LoraPlan,
+    ProjectionsLayout,
     SliceLayout,
     SliceWeights,
     SlotTable,
@@ -67,7 +68,9 @@ def layout_block(
         b_offset, cursor = _place(s.lora_b, dtype, cursor)
         bias_offset, cursor = _place(s.bias, dtype, cursor)
         gain_offsets, cursor = place_gains(s, cursor)
-        layouts.append(SliceLayout(a_offset, b_offset, bias_offset, s.rank, float(s.scaling), dtype, *gain_offsets))
+        layout = SliceLayout(a_offset, b_offset, bias_offset, s.rank, float(s.scaling), dtype, *gain_offsets)
+        scales_offset, cursor = place_scales(s, cursor)
+        layouts.append(layout if scales_offset == ABSENT else replace(layout, scales_offset=scales_offset))
     return cursor, tuple(layouts)
 
 
@@ -76,6 +79,12 @@ def place_gains(s: SliceWeights, cursor: int) -> tuple[tuple[int, int], int]:
     gain_offset, cursor = _place(s.gain, torch.float32, cursor)
     input_gain_offset, cursor = _place(s.input_gain, torch.float32, cursor)
     return (gain_offset, input_gain_offset), cursor
+
+
+def place_scales(s: SliceWeights, cursor: int) -> tuple[int, int]:
+    """(offset of rank_scale, which out_scale follows; the cursor behind them)"""
+    scales_offset, cursor = _place(s.rank_scale, torch.float32, cursor)
+    return scales_offset, _place(s.out_scale, torch.float32, cursor)[1]
 
 
 def _place(tensor: torch.Tensor | None, dtype: torch.dtype, cursor: int) -> tuple[int, int]:
@@ -119,7 +128,25 @@ class StockPacking:
                 copy_part(s.lora_b, out, layout.b_offset, layout.dtype)
                 copy_part(s.bias, out, layout.bias_offset, layout.dtype)
                 copy_gains(s, out, layout)
+                copy_scales(s, out, layout)
         return layouts
+
+    shares_projections = True
+
+    def projections_layout(
+        self, digest: str, rank: int, widths: tuple[int, int], dtype: torch.dtype, compute_dtype: torch.dtype
+    ) -> ProjectionsLayout:
+        """A^T [in, rank], then B [out, rank], row-major."""
+        dtype, (in_features, out_features) = torch.promote_types(dtype, compute_dtype), widths
+        b_offset = align(in_features * rank * dtype.itemsize)
+        nbytes = b_offset + align(out_features * rank * dtype.itemsize)
+        return ProjectionsLayout(digest, rank, in_features, out_features, dtype, b_offset, nbytes)
+
+    def pack_projections(
+        self, layout: ProjectionsLayout, lora_a: torch.Tensor, lora_b: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        copy_part(lora_a.T, out, 0, layout.dtype)
+        copy_part(lora_b, out, layout.b_offset, layout.dtype)
 
     def packed_layouts(
         self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
@@ -168,6 +195,12 @@ def copy_gains(s: SliceWeights, out: torch.Tensor, layout: SliceLayout) -> None:
     copy_part(s.input_gain, out, layout.input_gain_offset, torch.float32)
 
 
+def copy_scales(s: SliceWeights, out: torch.Tensor, layout: SliceLayout) -> None:
+    """Both, into the block."""
+    copy_part(s.rank_scale, out, layout.scales_offset, torch.float32)
+    copy_part(s.out_scale, out, layout.out_scale_offset, torch.float32)
+
+
 def unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block: torch.Tensor) -> SliceWeights:
     def part(offset: int, *shape: int) -> torch.Tensor | None:
         return _part(block, offset, layout.dtype, *shape)
@@ -175,7 +208,7 @@ def unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block
     lora_a = part(layout.a_offset, layout.rank, in_features)
     lora_b = part(layout.b_offset, out_features, layout.rank)
     bias, gains = part(layout.bias_offset, out_features), unpack_gains(layout, in_features, out_features, block)
-    return SliceWeights(lora_a, lora_b, bias, layout.scale, *gains)
+    return SliceWeights(lora_a, lora_b, bias, layout.scale, *gains, **unpack_scales(layout, out_features, block))
 
 
 def unpack_gains(
@@ -184,6 +217,13 @@ def unpack_gains(
     """(the gain, the input gain) as views."""
     gain = _part(block, layout.gain_offset, torch.float32, out_features)
     return gain, _part(block, layout.input_gain_offset, torch.float32, in_features)
+
+
+def unpack_scales(layout: SliceLayout, out_features: int, block: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """rank_scale and out_scale as views."""
+    rank_scale = _part(block, layout.scales_offset, torch.float32, layout.rank)
+    out_scale = _part(block, layout.out_scale_offset, torch.float32, out_features)
+    return {"rank_scale": rank_scale, "out_scale": out_scale}
 
 
 def _part(block: torch.Tensor, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
@@ -395,6 +435,8 @@ class ReferenceBackend(StockPacking, StockWeights):
                 scale = view.gain * view.scale
             if view.lora_a is not None and view.lora_b is not None:
                 shrunk = x[segment.start : segment.end].to(wide.dtype) @ view.lora_a.to(wide.dtype).T
+                if view.rank_scale is not None and view.out_scale is not None:
+                    shrunk, scale = shrunk * view.rank_scale, view.out_scale * view.scale
                 wide = wide + segment.weight * scale * (shrunk @ view.lora_b.to(wide.dtype).T)
             if view.bias is not None:
                 wide = wide + segment.weight * view.bias.to(wide.dtype)

@@ -135,6 +135,8 @@ class _Delta(NamedTuple):
     scale: float
     gain: torch.Tensor | None
     input_gain: torch.Tensor | None
+    rank_scale: torch.Tensor | None
+    out_scale: torch.Tensor | None
 
 
 def _deltas(table: SlotTable, first_row: int, lora_slot: int, num_slices: int) -> tuple[_Delta, ...]:
@@ -153,17 +155,20 @@ def _make_deltas(table: SlotTable, first_row: int, lora_slot: int, num_slices: i
         if view is not None:
             a_t = None if view.lora_a is None else view.lora_a.t()
             b_t = None if view.lora_b is None else view.lora_b.t()
-            deltas.append(_Delta(i, a_t, b_t, view.bias, view.scale, view.gain, view.input_gain))
+            deltas.append(_Delta(i, a_t, b_t, view.bias, view.scale, *view[4:]))
     return deltas
 
 
 def _add_delta(y: torch.Tensor, x: torch.Tensor, delta: _Delta, weight: float) -> None:
     """y = (1 + weight (gain - 1)) y + weight * (gain * scale * (x A^T) B^T + bias), in place on a view."""
-    _, a_t, b_t, bias, scale, gain, _ = delta
+    _, a_t, b_t, bias, scale, gain, _, rank_scale, out_scale = delta
     if gain is not None:
         y.mul_(weighted_gain(gain, weight))
     if a_t is not None and b_t is not None:
-        if gain is not None:
+        if rank_scale is not None and out_scale is not None:
+            inner = torch.mm(x.to(a_t.dtype), a_t).mul_(rank_scale)
+            y.add_(out_scale * torch.mm(inner, b_t), alpha=weight * scale)
+        elif gain is not None:
             y.add_(gain * torch.mm(torch.mm(x.to(a_t.dtype), a_t), b_t), alpha=weight * scale)
         elif a_t.dtype == y.dtype:
             y.addmm_(torch.mm(x, a_t), b_t, alpha=weight * scale)

@@ -42,11 +42,12 @@ from loraplex.memory.care.compaction import Compactor
 from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth, Recovery
 from loraplex.memory.care.housekeeping import Housekeeping
+from loraplex.memory.eviction.budget import Budget, HostCache, most_bytes
 from loraplex.memory.eviction.custom import MakePolicy, policy_maker
 from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
 from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers, most_bytes
+from loraplex.memory.residency.tiers import DeviceCache, Tiers
 from loraplex.memory.residency.transfers import Transfers
 from loraplex.memory.space.arena import Arena
 from loraplex.memory.space.pool import LoRAMemoryPool
@@ -98,7 +99,7 @@ class LoRAModelManager:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
         self._clock = clock
-        packer = Packer(targets, backend, compute_dtype, base)
+        packer = Packer(targets, backend, compute_dtype, base, is_one_memory=host_arena is None)
         self._ends = Ends.of(targets)
         copies = copies or SynchronousCopies()
         make_policy = make_policy or policy_maker(lora_config.eviction_policy)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from loraplex.core import AdapterResidency, Tier, WaitsFor
 from loraplex.events import Detail, EventKind, EventLog
 from loraplex.memory.care.prediction import PrefetchLedger
+from loraplex.memory.eviction.budget import Budget, together_nbytes
 from loraplex.memory.eviction.room import Room
 from loraplex.memory.residency.records import LoadJob, StoredAdapter, StoredWeights, WeightState
-from loraplex.memory.residency.tiers import Budget, Tiers
+from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Arena
 from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.disk_cache import DiskCache
@@ -101,7 +102,7 @@ class MemoryLog:
         """
         counters, ledger, pool = self.counters, self.ledger, tiers.pool_of(Tier.DEVICE)
         fragmentation = pool.stats().fragmentation
-        committed_bytes = sum(each.nbytes for each in contents if each.num_running or each.num_pinned)
+        committed_bytes = together_nbytes(each for each in contents if each.num_running or each.num_pinned)
         loading_bytes = sum(each.nbytes for each in contents if each.job is not None and each.layout is not None)
         return MemoryReport(
             tiers=(
@@ -109,7 +110,7 @@ class MemoryLog:
                 _tier(tiers.host, committed_bytes if tiers.is_shared else loading_bytes),
             ),
             pinned_bytes=room.pinned_bytes,
-            in_use_bytes=sum(each.nbytes for each in contents if each.num_running),
+            in_use_bytes=together_nbytes(each for each in contents if each.num_running),
             retiring_bytes=retiring_bytes,
             num_adapters=num_adapters,
             num_loading=sum(each.job is not None for each in contents),

@@ -619,6 +619,7 @@ def assert_fits(model: LoRAModel, targets: tuple[LoraTarget, ...]) -> None:
         ("adalora", ["kind: ADALORA, converted to A and B at load", "served as: a LoRA of rank 4 (6 modules), "]),
         ("loha", ["kind: LOHA, converted", "part hada_w1_a: 6 tensors", "served as: a LoRA of rank 9 (6 modules), "]),
         ("lokr", ["kind: LOKR, converted", "part lokr_w1: 6 tensors", "served as: a LoRA of rank 8 (6 modules), "]),
+        ("vera", ["kind: VERA, converted", "has: projections, kept once for all adapters with equal ones (CPU), 960"]),
     ],
 )
 def test_inspect_explains_the_kind_its_parts_and_what_they_cost(name: str, lines: list[str], saved: Saved) -> None:

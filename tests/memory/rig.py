@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
+from loraplex.adapters.weights import LoRALayerWeights, LoRAModel, Projections
 from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec, LoraSlice, LoraTarget, ShardKind
@@ -91,6 +91,21 @@ def make_model(
     return LoRAModel(digest, rank, layers, adapter_id)
 
 
+def make_shared(digest: str, pair: str = "pair", rank: int = 12) -> LoRAModel:
+    """Scales that depend on the digest alone, on all linears, over projections that depend on `pair`."""
+    generator = torch.Generator().manual_seed(int.from_bytes(digest.encode()) % 2**40)
+    of_pair = torch.Generator().manual_seed(int.from_bytes(pair.encode()) % 2**40)
+    projections = Projections.of(torch.randn(rank, 30, generator=of_pair), torch.randn(20, rank, generator=of_pair))
+    layers = {}
+    for s in (s for target in TARGETS for s in target.slices):
+        scales = {
+            "rank_scale": torch.randn(rank, generator=generator),
+            "out_scale": torch.randn(s.out_features, generator=generator),
+        }
+        layers[s.module_name] = LoRALayerWeights(s.module_name, rank, 1.0, None, None, **scales)
+    return LoRAModel(digest, rank, layers, projections=projections)
+
+
 def expected_delta(model: LoRAModel, target: LoraTarget, x: torch.Tensor) -> torch.Tensor:
     """What the adapter adds to the output of `target`: float64, by the formula."""
     y = torch.zeros(x.shape[0], sum(s.out_features for s in target.slices), dtype=torch.float64)
@@ -101,6 +116,9 @@ def expected_delta(model: LoRAModel, target: LoraTarget, x: torch.Tensor) -> tor
         out = torch.zeros(x.shape[0], s.out_features, dtype=torch.float64)
         if layer.lora_a is not None and layer.lora_b is not None:
             out = layer.scaling * (x.double() @ layer.lora_a.double().T) @ layer.lora_b.double().T
+        if model.projections is not None and layer.rank_scale is not None and layer.out_scale is not None:
+            inner = x.double() @ model.projections.lora_a[:, : target.in_features].double().T * layer.rank_scale
+            out = inner @ model.projections.lora_b[: s.out_features].double().T * layer.out_scale
         if layer.lora_bias is not None:
             out = out + layer.scaling * layer.lora_bias.double()
         if layer.bias is not None:

@@ -12,11 +12,18 @@ from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterError, AdapterPathNotFoundError
 from tests.memory.fake_copies import FakeCopies
-from tests.memory.rig import Rig, make_model
+from tests.memory.rig import Rig, make_model, make_shared
 
 RANKS = {"d0": 4, "d1": 1, "d2": 12, "d3": 4, "d4": 7}
 DIGEST_OF = {adapter_id: f"d{adapter_id % 5}" for adapter_id in range(1, 8)}  # 1 and 6, 2 and 7 share a content
 MODELS = {digest: make_model(digest, rank) for digest, rank in RANKS.items()}
+SHARED_MODELS = {
+    "d0": make_shared("d0"),
+    "d1": make_shared("d1"),
+    "d2": make_shared("d2"),
+    "d3": make_shared("d3", pair="other"),
+    "d4": MODELS["d4"],
+}
 ADAPTERS = st.sampled_from(sorted(DIGEST_OF))
 
 
@@ -26,6 +33,7 @@ class MemoryMachine(RuleBasedStateMachine):
     policy = "lru"
     is_separate = False
     is_arriving = False
+    models = MODELS
 
     @initialize(adapter_ids=st.lists(ADAPTERS, min_size=3, unique=True))
     def start(self, adapter_ids: list[int]) -> None:
@@ -42,7 +50,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def spec(self, adapter_id: int) -> AdapterSpec:
         digest = DIGEST_OF[adapter_id]
-        self.rig.source.models.setdefault(f"/p{adapter_id}", MODELS[digest])
+        self.rig.source.models.setdefault(f"/p{adapter_id}", self.models[digest])
         return self.rig.spec(adapter_id, digest)
 
     @property
@@ -178,14 +186,14 @@ class MemoryMachine(RuleBasedStateMachine):
         if has_vanished:
             self.rig.source.errors[f"/p{adapter_id}"] = AdapterPathNotFoundError("gone")
         else:
-            self.rig.source.models[f"/p{adapter_id}"] = MODELS[DIGEST_OF[adapter_id % 7 + 1]]
+            self.rig.source.models[f"/p{adapter_id}"] = self.models[DIGEST_OF[adapter_id % 7 + 1]]
 
     @rule()
     def sources_are_mended(self) -> None:
         self.rig.source.errors.clear()
         self.rig.source.models.clear()
         for adapter_id, digest in DIGEST_OF.items():
-            self.rig.source.models[f"/p{adapter_id}"] = MODELS[digest]
+            self.rig.source.models[f"/p{adapter_id}"] = self.models[digest]
 
     # ----------------------------------------------------------------------------------------------------------- always
 
@@ -208,7 +216,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def check_unless_arriving(self, lora_slot: int, adapter_id: int) -> None:
         """Looking as a step does would end the copy."""
         if lora_slot not in self.manager._residency.arriving:
-            self.rig.check_output(lora_slot, MODELS[DIGEST_OF[adapter_id]])
+            self.rig.check_output(lora_slot, self.models[DIGEST_OF[adapter_id]])
 
     def teardown(self) -> None:
         for adapter_id in self.references.elements():
@@ -252,7 +260,7 @@ class Arriving(MemoryMachine):
         weights = next(each for each in self.manager._residency.weights.values() if adapter_id in each.adapters)
         slot = weights.lora_slot
         assert slot is not None
-        self.rig.check_output(slot, MODELS[DIGEST_OF[adapter_id]])
+        self.rig.check_output(slot, self.models[DIGEST_OF[adapter_id]])
 
     @rule(max_bytes=st.integers(1, 20_000))
     def scrub(self, max_bytes: int) -> None:
@@ -262,6 +270,28 @@ class Arriving(MemoryMachine):
     @rule()
     def compact(self) -> None:
         self.manager.compact(1 << 20, deadline_s=float("inf"))
+
+
+class Shared(MemoryMachine):
+    """Adapters over two pairs of projections, beside a plain one; memory changes, is checked and compacted."""
+
+    models = SHARED_MODELS
+
+    @rule(max_bytes=st.integers(1, 20_000))
+    def scrub(self, max_bytes: int) -> None:
+        assert self.manager.health.scrub(max_bytes) == {}
+
+    @rule()
+    def compact(self) -> None:
+        self.manager.compact(1 << 20, deadline_s=float("inf"))
+
+    @rule(num_chunks=st.integers(1, 3))
+    def give_chunks_to_the_kv_cache(self, num_chunks: int) -> None:
+        self.manager.reclaim_chunks(num_chunks)
+
+
+class SharedByCost(Shared):
+    policy = "cost_aware"
 
 
 class ArrivingByCost(Arriving):
@@ -293,3 +323,7 @@ TestOneMemoryByCost = OneMemoryByCost.TestCase
 TestOneMemoryByCost.settings = _SETTINGS
 TestTwoMemoriesByCost = TwoMemoriesByCost.TestCase
 TestTwoMemoriesByCost.settings = _SETTINGS
+TestShared = Shared.TestCase
+TestShared.settings = _SETTINGS
+TestSharedByCost = SharedByCost.TestCase
+TestSharedByCost.settings = _SETTINGS

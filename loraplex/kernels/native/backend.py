@@ -33,7 +33,15 @@ from loraplex.kernels.native.linear import (
     row_norms,
 )
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
-from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.plan import (
+    AttentionPlan,
+    LayersForward,
+    LoraPlan,
+    ProjectionsLayout,
+    SliceLayout,
+    SliceWeights,
+    SlotTable,
+)
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.metrics import KernelFallback
@@ -101,6 +109,16 @@ class NativeBackend(TorchBackend):
         self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
     ) -> tuple[SliceLayout | None, ...]:
         return lora.pack(self.library, slices, out)
+
+    def projections_layout(
+        self, digest: str, rank: int, widths: tuple[int, int], dtype: torch.dtype, compute_dtype: torch.dtype
+    ) -> ProjectionsLayout:
+        return lora.projections_layout(self.library, digest, rank, widths, dtype)
+
+    def pack_projections(
+        self, layout: ProjectionsLayout, lora_a: torch.Tensor, lora_b: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        lora.pack_projections(self.library, layout, lora_a, lora_b, out)
 
     @property
     def adapter_format(self) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +16,13 @@ from loraplex.kernels.plan import (
     ABSENT,
     DTYPE_CODES,
     LoraPlan,
+    ProjectionsLayout,
     SliceLayout,
     SliceWeights,
     SlotTable,
     align,
 )
-from loraplex.kernels.reference import check_input_gains, check_rows, unpack_gains
+from loraplex.kernels.reference import check_input_gains, check_rows, copy_scales, unpack_gains, unpack_scales
 
 PART_WIDTH = 8
 """Columns of A and B are rounded up to this."""
@@ -35,9 +37,9 @@ NO_SLICE = (0,) * 11
 
 # ------------------------------------------------------------------------------------------------------------- packing
 
-_SliceShape = tuple[int, int, bool, float, int, int]
-"""What decides the layout of a slice: rank, out_features, whether it has a bias, scaling, size of the gain and of the
-input gain (0: none)."""
+_SliceShape = tuple[int, int, bool, float, int, int, int]
+"""What decides the layout of a slice: rank, out_features, whether it has a bias, scaling, size of the gain, of the
+input gain and of out_scale (0: none)."""
 
 
 def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
@@ -51,7 +53,8 @@ def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
 
 
 def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    """(bytes of the block, where each slice lies in it). The A's of all slices are one part, at one offset.
+    """(bytes of the block, where each slice lies in it). The A's of all slices are one part, at one offset; scales are
+    behind all that csrc/lora_pack.cpp writes.
 
     An input gain beside other slices is an AssertionError.
     """
@@ -62,9 +65,9 @@ def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[Slic
         if s is None:
             shapes.append(None)
             continue
-        gains = _numel(s.gain), _numel(s.input_gain)
+        gains = _numel(s.gain), _numel(s.input_gain), _numel(s.out_scale)
         if s.lora_a is None or s.lora_b is None:
-            shapes.append((0, _numel(s.bias), s.bias is not None, s.scaling, *gains))
+            shapes.append((s.rank, _numel(s.bias), s.bias is not None, s.scaling, *gains))
         else:
             rank, in_features = s.lora_a.shape
             shapes.append((rank, s.lora_b.size(0), s.bias is not None, s.scaling, *gains))
@@ -79,21 +82,22 @@ def _numel(tensor: torch.Tensor | None) -> int:
 def _layout(
     dtype: torch.dtype, in_features: int, shapes: tuple[_SliceShape | None, ...]
 ) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    cursor = _part_bytes(in_features, sum(shape[0] for shape in shapes if shape), dtype)
+    cursor = _part_bytes(in_features, sum(shape[0] for shape in shapes if shape and not shape[6]), dtype)
     layouts: list[SliceLayout | None] = []
     for shape in shapes:
         if shape is None:
             layouts.append(None)
             continue
-        rank, out_features, has_bias, scaling, gain_size, input_gain_size = shape
-        b_offset, cursor = cursor, cursor + _part_bytes(rank, out_features, dtype)
+        rank, out_features, has_bias, scaling, gain_size, input_gain_size, scale_size = shape
+        has_own = rank > 0 and not scale_size
+        b_offset, cursor = cursor, cursor + (_part_bytes(rank, out_features, dtype) if has_own else 0)
         bias_offset, cursor = cursor, cursor + (align(4 * out_features) if has_bias else 0)
         gain_offset, cursor = cursor, cursor + align(4 * gain_size)
         input_gain_offset, cursor = cursor, cursor + align(4 * input_gain_size)
         layouts.append(
             SliceLayout(
-                a_offset=0 if rank else ABSENT,
-                b_offset=b_offset if rank else ABSENT,
+                a_offset=0 if has_own else ABSENT,
+                b_offset=b_offset if has_own else ABSENT,
                 bias_offset=bias_offset if has_bias else ABSENT,
                 rank=rank,
                 scale=float(scaling),
@@ -102,6 +106,10 @@ def _layout(
                 input_gain_offset=input_gain_offset if input_gain_size else ABSENT,
             )
         )
+    for index, (layout, shape) in enumerate(zip(layouts, shapes, strict=True)):
+        if layout is not None and shape is not None and (scale_size := shape[6]):
+            layouts[index] = replace(layout, scales_offset=cursor)
+            cursor += align(4 * layout.rank) + align(4 * scale_size)
     return cursor, tuple(layouts)
 
 
@@ -132,7 +140,7 @@ def pack(
     alive: list[tuple[torch.Tensor | None, ...]] = []
     sources, in_features, dtype = array("q"), 0, torch.float32
     for s, layout in zip(slices, layouts, strict=True):
-        if s is None or layout is None:
+        if s is None or layout is None or layout.is_shared:
             sources.extend(NO_SLICE)
             continue
         dtype = layout.dtype
@@ -152,6 +160,9 @@ def pack(
     library.functions.loraplex_pack_lora(
         DTYPE_CODES[dtype], sources.buffer_info()[0], len(slices), in_features, out.data_ptr()
     )
+    for s, layout in zip(slices, layouts, strict=True):
+        if s is not None and layout is not None:
+            copy_scales(s, out, layout)
     return layouts
 
 
@@ -170,10 +181,10 @@ def unpack(
     block: torch.Tensor,
 ) -> tuple[SliceWeights | None, ...]:
     """As KernelBackend.unpack; A and B are copies, biases and gains lie in `block`."""
-    ranks = [0 if layout is None else layout.rank for layout in layouts]
+    ranks = [0 if layout is None or layout.is_shared else layout.rank for layout in layouts]
     panel = panel_columns(library)
     rows: list[torch.Tensor] = []
-    whole = next((layout for layout in layouts if layout is not None and layout.rank), None)
+    whole = next((layout for layout, rank in zip(layouts, ranks, strict=True) if layout is not None and rank), None)
     if whole is not None:
         together = _unpack_part(block[whole.a_offset :].view(whole.dtype), in_features, sum(ranks), panel)
         rows += torch.split(together, ranks)
@@ -183,11 +194,12 @@ def unpack(
             slices.append(None)
             continue
         a = b = bias = None
-        if layout.rank:
+        if ranks[index]:
             a, b = rows[index], _unpack_part(block[layout.b_offset :].view(layout.dtype), layout.rank, width, panel)
         if layout.bias_offset != ABSENT:
             bias = block[layout.bias_offset : layout.bias_offset + 4 * width].view(torch.float32)
-        slices.append(SliceWeights(a, b, bias, layout.scale, *unpack_gains(layout, in_features, width, block)))
+        gains, scales = unpack_gains(layout, in_features, width, block), unpack_scales(layout, width, block)
+        slices.append(SliceWeights(a, b, bias, layout.scale, *gains, **scales))
     return tuple(slices)
 
 
@@ -202,6 +214,33 @@ def _unpack_part(part: torch.Tensor, depth: int, columns: int, panel: int) -> to
     return matrix
 
 
+def projections_layout(
+    library: NativeLibrary, digest: str, rank: int, widths: tuple[int, int], dtype: torch.dtype
+) -> ProjectionsLayout:
+    """csrc/projections.h"""
+    (in_features, out_features), panel = widths, panel_columns(library)
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    b_offset = align((in_features * _part_width(rank) + OVERREAD_WIDTH) * dtype.itemsize)
+    nbytes = b_offset + align(-(-out_features // panel) * panel * rank * dtype.itemsize)
+    return ProjectionsLayout(digest, rank, in_features, out_features, dtype, b_offset, nbytes)
+
+
+def pack_projections(
+    library: NativeLibrary, layout: ProjectionsLayout, lora_a: torch.Tensor, lora_b: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write both to the start of `out`, on the calling thread: numpy copies."""
+    panel, words = panel_columns(library), torch.int32 if layout.dtype.itemsize == 4 else torch.int16
+    stored = out[: layout.nbytes].view(words).numpy()
+    stored[:] = 0
+    a, b = (tensor.to(layout.dtype).contiguous().view(words).numpy() for tensor in (lora_a, lora_b))
+    width, (num_rows, rank) = _part_width(layout.rank), b.shape
+    stored[: a.shape[1] * width].reshape(-1, width)[:, :rank] = a.T
+    panels = stored[layout.b_offset // layout.dtype.itemsize :]
+    for first in range(0, num_rows, panel):
+        rows = b[first : first + panel]
+        panels[first * rank : (first + panel) * rank].reshape(rank, panel)[:, : len(rows)] = rows.T
+
+
 # ------------------------------------------------------------------------------------------------------------ the call
 
 
@@ -210,7 +249,7 @@ class TableRows(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("a_addr", "b_addr", "bias_addr", "gain_addr", "input_gain_addr")),
-        *((name, ctypes.c_void_p) for name in ("rank", "scale", "format")),
+        *((name, ctypes.c_void_p) for name in ("scales_addr", "rank", "scale", "format")),
         *((name, ctypes.c_int64) for name in ("capacity", "num_slices", "in_features")),
         *((name, ctypes.c_void_p) for name in ("out_offset", "out")),
     )
@@ -218,7 +257,7 @@ class TableRows(ctypes.Structure):
     @classmethod
     def of(cls, table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> TableRows:
         parts = (table.a_addr, table.b_addr, table.bias_addr, table.gain_addr, table.input_gain_addr)
-        columns = (*parts, table.rank, table.scale, table.dtype)
+        columns = (*parts, table.scales_addr, table.rank, table.scale, table.dtype)
         outs = [array("q", (s.out_offset for s in slices)), array("q", (s.out_features for s in slices))]
         addresses = (column[first_row].data_ptr() for column in columns)
         rows = cls(*addresses, table.capacity, len(slices), in_features, *(out.buffer_info()[0] for out in outs))

@@ -30,6 +30,7 @@ class GpuPacking(StockPacking):
     """Blocks of one dtype: `block_dtype`, or the model's where that is None."""
 
     block_dtype: torch.dtype | None = None
+    shares_projections = False
 
     @property
     def adapter_format(self) -> str:

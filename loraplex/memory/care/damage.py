@@ -130,7 +130,8 @@ class DamageControl:
         arena = self._tiers.pool_of(tier).arena
         bad = set()
         for extent in damaged:
-            holds = holds_patterns(arena.view(extent))
+            is_read_by_others = self._tiers.host.sharers[extent] > 1
+            holds = is_read_by_others or holds_patterns(arena.view(extent))
             for chunk in _chunks(arena, extent):
                 self._num_faults[tier, chunk] += 1
                 if not holds or self._num_faults[tier, chunk] > MAX_FAULTS_OF_A_CHUNK:
@@ -142,9 +143,10 @@ class DamageControl:
         """They take nothing new, what is idle in them leaves, what is in use when it moves or is evicted."""
         pool = self._tiers.pool_of(tier)
         lying_there = {extent for chunk in chunks for extent in pool.fence(chunk)}
+        self._tiers.host.disown(lying_there)
         for each in list(self._residents.contents_locked().values()):
             place = self._tiers.place_of(each, tier)
-            if each is not besides and each.is_idle and place and not lying_there.isdisjoint(place.extents):
+            if each is not besides and each.is_idle and place and not lying_there.isdisjoint(place.all_extents):
                 self._residents.leave_locked(each, tier)
 
 

@@ -6,6 +6,7 @@ The long idle leave, what can be read again is let go, what will be asked for co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from loraplex.memory.care.compaction import CompactionSide
 from loraplex.memory.care.damage import Residents
 from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights
 from loraplex.memory.residency.tiers import Tiers
-from loraplex.memory.space.arena import Owner
+from loraplex.memory.space.arena import Extent, Owner
 from loraplex.memory.stats import MemoryLog
 from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.loading import Loader
@@ -49,7 +50,7 @@ class Housekeeping:
             ]
             leaving = sorted(idle, key=lambda each: each.last_used_s)[: -(-len(idle) // share)]
             for each in leaving:
-                if compressed is not None and left is Tier.HOST:
+                if compressed is not None and left is Tier.HOST and _is_compressible(each):
                     self._compress_soon(each, compressed)
                 else:
                     self._let_go_locked(each, left, "idle")
@@ -79,10 +80,10 @@ class Housekeeping:
         tier, compressed = self._tiers.in_memory[0], self._tiers.compressed
         with self._residents.held():
             released = 0 if compressed is None else compressed.clear()
+            had_bytes = self._tiers.cache(tier).used_bytes
             for each in self._residents.idle_locked(tier, NUM_WAITING_PASSES):
-                released += each.nbytes
                 self._let_go_locked(each, tier, "low_memory")
-            return released
+            return released + had_bytes - self._tiers.cache(tier).used_bytes
 
     def release_host(self, is_machine_short: bool) -> int:
         """Of idle adapters in a host tier beside the device, the half that was used longest ago leaves, then the rest
@@ -106,7 +107,7 @@ class Housekeeping:
                     self._compress_soon(each, compressed)
             if is_machine_short:
                 self._tiers.host.pool.arena.unlock()
-            return sum(each.nbytes for each in oldest_first[:num_leaving])
+            return sum(each.own_nbytes for each in oldest_first[:num_leaving])
 
     def prefetch(self, adapter_ids: Sequence[int]) -> int:
         """Bring adapters nearer that are expected, the likeliest first; none leaves for another. Returns how many."""
@@ -156,16 +157,22 @@ class Housekeeping:
         cache, arena = self._tiers.cache(tier), self._tiers.pool_of(tier).arena
         spare_bytes = cache.used_bytes - arena.limits(Owner.ADAPTERS).floor * arena.chunk_bytes
         victims: list[StoredWeights] = []
-        found_bytes = 0
+        found_bytes, shared = 0, Counter[Extent | None]()
         for each in self._residents.idle_locked(tier, 1):
             if found_bytes >= nbytes:
                 break
-            if found_bytes + each.nbytes <= spare_bytes:
+            if found_bytes + (more_bytes := cache.freed_by(each, shared)) <= spare_bytes:
                 victims.append(each)
-                found_bytes += each.nbytes
+                found_bytes += more_bytes
+                shared[each.shared] += 1
         return victims if found_bytes >= nbytes else None
 
     def _let_go_locked(self, weights: StoredWeights, tier: Tier, cause: str) -> None:
         self._log.counters.evictions[f"{tier.value}_{cause}"] += 1
         self._tiers.cache(tier).policy.evict(weights.digest)
         self._residents.leave_locked(weights, tier)
+
+
+def _is_compressible(weights: StoredWeights) -> bool:
+    """Not what shares: each copy would hold the projections again. It is small without them, and leaves as it is."""
+    return weights.layout is not None and weights.layout.projections is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from loraplex.memory.eviction.budget import Budget
 from loraplex.memory.residency.records import StoredAdapter, StoredWeights, WeightState
-from loraplex.memory.residency.tiers import Budget, DeviceCache, Tiers
+from loraplex.memory.residency.tiers import DeviceCache, Tiers
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
 from loraplex.memory.weights.copies import Arriving
@@ -61,7 +63,7 @@ def _check_state(weights: StoredWeights, is_shared: bool) -> None:
 
 
 def _check_pools(tiers: Tiers, retired: RetiredMemory, holders: Iterable[StoredWeights]) -> None:
-    host = [extent for each in holders if each.host for extent in each.host.extents]
+    host = [extent for each in holders if each.host for extent in each.host.extents] + list(tiers.host.sharers)
     device = [extent for each in holders if each.device for extent in each.device.extents]
     retired.check_integrity()
     if tiers.device.pool is None:
@@ -82,7 +84,10 @@ def _check_extents(extents: list[Extent], used_bytes: int) -> None:
 def _check_budget(cache: Budget, held: list[StoredWeights]) -> None:
     places = [each.host if cache.tier.value == "host" else each.device for each in held]
     own = [sum(extent.nbytes for extent in place.extents) for place in places if place is not None]
-    used_bytes = sum(own) if any(own) else sum(each.nbytes for each in held)
+    sharers = Counter(each.host.shared for each in held if each.host is not None and each.host.shared is not None)
+    assert cache.sharers == sharers, f"{cache.tier} tier counts other adapters that share than there are"
+    used_bytes = sum(own) if any(own) else sum(each.own_nbytes for each in held)
+    used_bytes += sum(extent.nbytes for extent in sharers)
     assert cache.used_bytes == used_bytes, f"{cache.tier} tier counts {cache.used_bytes} bytes, holds {used_bytes}"
     assert cache.num_adapters == len(held)
     assert cache.used_bytes <= cache.max_bytes
@@ -125,7 +130,14 @@ def _check_rows(device: DeviceCache, weights: StoredWeights, is_shared: bool) ->
     for target in device.table.targets:
         block = blocks.get(target.name)
         start = 0 if block is None else place.extents[block.extent_index].offset + block.offset
-        expected = [_addresses(device.table.buffer, start, block, index) for index in range(len(target.slices))]
+        buffer = device.table.buffer
+        expected = [_addresses(buffer, start, block, index) for index in range(len(target.slices))]
+        if block is not None and place.shared is not None and (shared := weights.layout.projections) is not None:
+            offsets = place.shared.offset, place.shared.offset + shared.b_offset
+            for part, row in zip(block.layouts, expected, strict=True):
+                if part is not None and part.is_shared:
+                    row[:2] = (buffer.data_ptr() + offset for offset in offsets)
+                    row.append(buffer.data_ptr() + start + part.scales_offset)
         first = device.table.first_row(target.name)
         rows = [device.table.addresses(first + index, weights.lora_slot) for index in range(len(expected))]
         assert rows == expected, (

@@ -9,13 +9,16 @@ again). The host tier gives up what is only there first, then what is on the dev
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterMixError, AdapterNoRoomError, AdapterTooLargeError
+from loraplex.memory.eviction.budget import Budget, together_nbytes
 from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights
-from loraplex.memory.residency.tiers import Budget, Tiers
+from loraplex.memory.residency.tiers import Tiers
+from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
 from loraplex.memory.weights.packing import Mixing, PackedLayout
 
@@ -74,15 +77,22 @@ class Room:
     def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
         """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
         leaving: list[StoredWeights] = []
-        used_bytes, num_adapters = cache.used_bytes, cache.num_adapters
+        used_bytes, num_adapters, shared = cache.used_bytes, cache.num_adapters, Counter[Extent | None]()
         while not cache.allows(nbytes, used_bytes, num_adapters):
             victim = next(candidates, None)
             if victim is None:
                 return None
             leaving.append(victim)
-            used_bytes -= victim.nbytes
+            used_bytes -= cache.freed_by(victim, shared)
+            shared[victim.shared] += 1
             num_adapters -= 1
         return leaving
+
+    def _needed(self, cache: Budget, wanted: StoredWeights) -> int:
+        """Bytes that it would take of `cache` now. A load brings its projections even where their equals are."""
+        assert wanted.layout is not None
+        is_there = cache is self._device and self._host.shared_of(wanted.layout) in cache.sharers
+        return wanted.layout.own_nbytes if is_there else wanted.nbytes
 
     def victims_for(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
         """The first unpinned ones of `in_use` whose release would make room for `wanted`; [] if none would."""
@@ -102,7 +112,7 @@ class Room:
         cache = self._device if wanted.host is not None else self._host
         victims: list[StoredWeights] = []
         for each in in_use if self._is_kv_in_the_way(cache) else ():
-            is_lacking = sum(victim.nbytes for victim in victims) < wanted.nbytes
+            is_lacking = sum(victim.own_nbytes for victim in victims) < self._needed(cache, wanted)
             if is_lacking and each is not wanted and _holds(cache, each) and _can_give_way(each):
                 victims.append(each)
         return victims
@@ -125,7 +135,7 @@ class Room:
         freely = list(self.candidates(cache, wanted, Demand("request")))
         gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
         running = (each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each))
-        chosen = self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
+        chosen = self.fewest(cache, self._needed(cache, wanted), itertools.chain(gone, running))
         return None if chosen is None else [each for each in chosen if each not in gone]
 
     def _held(self, cache: Budget) -> Iterator[StoredWeights]:
@@ -151,7 +161,7 @@ class Room:
 
     def check_can_come(self, cache: Budget, wanted: StoredWeights) -> None:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
-        nbytes = wanted.nbytes
+        nbytes = self._needed(cache, wanted)
         if self._retired.nbytes or self.promised(cache) not in (None, wanted):
             return
         if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
@@ -160,7 +170,9 @@ class Room:
         others = [each for each in self._held(cache) if each is not wanted]
         beside = [each for each in others if each in self._together and not each.num_pinned] if has_pins else []
         pinned = [*beside, *(self._pinned(wanted) if has_pins else ())]
-        can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
+        beside_bytes = together_nbytes(pinned)
+        more_bytes = together_nbytes([*pinned, wanted]) - beside_bytes if cache is self._device else wanted.nbytes
+        can_fit = cache.allows(more_bytes, beside_bytes, len(pinned))
         is_in_motion = any(each not in beside and not _is_settled(each, self.pass_id) for each in others)
         if not (cache.policy.evicts and can_fit and is_in_motion):
             raise self.no_room(cache, wanted, next(iter(wanted.adapters.values())).name, nbytes)
@@ -175,7 +187,7 @@ class Room:
             why = None if layout is None else _why_not_mixed(layout, factor, others)
             if why is not None:
                 raise AdapterMixError(f"adapter {adapter.name!r} {why}")
-        nbytes = sum(layout.nbytes for layout in layouts.values())
+        nbytes = together_nbytes(layouts)
         for cache in (self._device, self._host) if self._device.pool is None else (self._device,):
             most = cache.max_adapters
             if nbytes > cache.max_bytes or (most is not None and len(layouts) > most):
@@ -190,10 +202,11 @@ class Room:
         if weights.layout is None or weights.num_pinned:
             return
         pinned = self._pinned(weights)
-        pinned_bytes = sum(each.nbytes for each in pinned)
-        if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
+        pinned_bytes = together_nbytes(pinned)
+        nbytes = together_nbytes([*pinned, weights]) - pinned_bytes
+        if not self._device.allows(nbytes, pinned_bytes, len(pinned)):
             raise AdapterNoRoomError(
-                f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
+                f"adapter {name!r} cannot be pinned: it needs {nbytes} bytes, and {pinned_bytes} of the "
                 f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the "
                 "device are pinned already; unpin another adapter or raise adapter_memory_bytes"
             )
@@ -209,8 +222,8 @@ class Room:
 
     def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
         held = [each for each in self._held(cache) if each is not wanted]
-        pinned = sum(each.nbytes for each in held if each.num_pinned)
-        in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
+        pinned = together_nbytes(each for each in held if each.num_pinned)
+        in_use = together_nbytes(each for each in held if each.num_running and not each.num_pinned)
         most = cache.max_adapters
         bound = "" if most is None else f" ({cache.num_adapters} of at most {most} adapters)"
         rule = "" if cache.policy.evicts else f"; eviction_policy is {cache.policy.name}, so nothing is evicted"
@@ -231,7 +244,7 @@ class Room:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(each.nbytes for each in self._held(self._device) if each.num_pinned)
+        return together_nbytes(each for each in self._held(self._device) if each.num_pinned)
 
 
 def _why_not_mixed(layout: PackedLayout, factor: float, others: Sequence[PackedLayout]) -> str | None:

@@ -29,10 +29,17 @@ class WeightState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adapter is in a tier: its extents (none where memory is shared), its lora_slot if there are slots."""
+    """Where an adapter is in a tier: its extents (none where memory is shared), its lora_slot if there are slots, and
+    the extent of its projections, which others may read (eviction/budget.py)."""
 
     extents: tuple[Extent, ...] = ()
     lora_slot: int | None = None
+    shared: Extent | None = None
+
+    @property
+    def all_extents(self) -> tuple[Extent, ...]:
+        """In the order of `PackedLayout.sizes`."""
+        return self.extents if self.shared is None else (*self.extents, self.shared)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,9 +180,18 @@ class StoredWeights:
 
     @property
     def nbytes(self) -> int:
-        """Packed bytes. Only once a load has told them."""
+        """Packed bytes, with those that others share. Only once a load has told them."""
         assert self.layout is not None, f"digest {self.digest} was never loaded"
         return self.layout.nbytes
+
+    @property
+    def own_nbytes(self) -> int:
+        """The same, without those."""
+        return self.nbytes - (0 if self.layout is None else self.layout.shared_nbytes)
+
+    @property
+    def shared(self) -> Extent | None:
+        return None if self.host is None else self.host.shared
 
     @property
     def lora_slot(self) -> int | None:

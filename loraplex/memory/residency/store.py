@@ -26,9 +26,10 @@ from loraplex.core import AdapterSpec, Tier
 from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, EngineShutdownError, LoraplexError
 from loraplex.events import EventKind
 from loraplex.memory.care.integrity import check_integrity
+from loraplex.memory.eviction.budget import Budget, HostCache
 from loraplex.memory.eviction.room import Room
 from loraplex.memory.residency.records import Demand, LoadJob, Place, StoredAdapter, StoredWeights, WeightState
-from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers
+from loraplex.memory.residency.tiers import DeviceCache, Tiers
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
 from loraplex.memory.stats import MemoryLog
@@ -222,6 +223,8 @@ class WeightStore:
     def loaded_locked(self, job: LoadJob, layout: PackedLayout, checksums: tuple[int, ...], is_placed: bool) -> None:
         weights = job.weights
         weights.layout, weights.checksums = layout, checksums
+        if is_placed and weights.host is not None:
+            weights.host = self.tiers.host.share(weights.host, layout)
         weights.state = WeightState.HOST if is_placed else WeightState.SOURCE
         self._end_job_locked(job)
 
@@ -230,12 +233,15 @@ class WeightStore:
         assert weights.state is WeightState.HOST
         assert weights.host is not None
         assert weights.layout is not None
-        place = self._take_locked(self.tiers.device, weights, weights.layout.sizes, demand)
+        device = self.tiers.device
+        device.join(weights.host.shared)  # before others leave: they may read the same
+        place = self._take_locked(device, weights, weights.layout.own_sizes, demand)
         if place is None:
-            self.room.check_can_come(self.tiers.device, weights)
+            device.part(weights.host.shared)
+            self.room.check_can_come(device, weights)
             return False
         weights.device, weights.state = place, WeightState.DEVICE
-        self._publish_locked(place, weights.layout, weights.host.extents)
+        self._publish_locked(place, weights.layout, weights.host)
         return True
 
     def begin_copy_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None:
@@ -260,7 +266,7 @@ class WeightStore:
         pool = self.tiers.pool_of(Tier.DEVICE)
         sources = [self.tiers.host.pool.view(extent) for extent in weights.host.extents]
         arrival = self.tiers.copies.copy(sources, [pool.view(extent) for extent in weights.device.extents])
-        self._publish_locked(weights.device, weights.layout, weights.device.extents)
+        self._publish_locked(weights.device, weights.layout, weights.device)
         job.arriving = Arriving(arrival, device.piece_of_layer(weights.layout))
         if self.tiers.copies.is_asynchronous:
             assert weights.lora_slot is not None
@@ -274,9 +280,9 @@ class WeightStore:
         self.arriving.pop(weights.lora_slot, None)
         self._end_job_locked(job)
 
-    def _publish_locked(self, place: Place, layout: PackedLayout, extents: tuple[Extent, ...]) -> None:
+    def _publish_locked(self, place: Place, layout: PackedLayout, memory: Place) -> None:
         assert place.lora_slot is not None
-        self.tiers.device.publish(place.lora_slot, layout, extents)
+        self.tiers.device.publish(place.lora_slot, layout, memory)
         self.log.counters.num_promotions += 1
 
     def _begin_job_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob:
@@ -326,10 +332,11 @@ class WeightStore:
         assert place is not None
         assert place.lora_slot is not None
         device = self.tiers.device
-        self.log.tell(EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.nbytes)
+        self.log.tell(EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.own_nbytes)
         self.arriving.pop(place.lora_slot, None)
         device.free_slot(place.lora_slot)
-        device.give(weights.nbytes)
+        device.give(weights.own_nbytes)
+        device.part(None if weights.host is None else weights.host.shared)
         device.policy.forget(weights.digest)
         self.retired.retire(place.extents)
         weights.state = WeightState.SOURCE if weights.host is None else WeightState.HOST
@@ -340,15 +347,16 @@ class WeightStore:
         if place is not None:
             host = self.tiers.host
             if weights.layout is not None:
-                self.log.tell(EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.nbytes)
+                self.log.tell(EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.own_nbytes)
             host.give(sum(extent.nbytes for extent in place.extents))
+            leaving = (*place.extents, *host.part(place.shared))
             host.policy.forget(weights.digest)
             self.log.ledger.evicted_unused(weights.digest)
             weights.brought_from = None
             if self.tiers.is_shared:
-                self.retired.retire(place.extents)
+                self.retired.retire(leaving)
             else:
-                host.pool.free_all(place.extents)
+                host.pool.free_all(leaving)
         if weights.device is None:
             weights.state = WeightState.SOURCE
         self._lock.notify_all()

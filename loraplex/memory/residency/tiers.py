@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from loraplex.core import Tier
 from loraplex.kernels.checksum import Checksums
 from loraplex.kernels.plan import SlotImage, SlotTable
+from loraplex.memory.eviction.budget import Budget, HostCache
 from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Place, StoredWeights
-from loraplex.memory.space.arena import Arena, Extent, Owner
+from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.copies import CopyEngine
@@ -28,11 +29,6 @@ MAX_IMAGES = 64
 """Images of layouts that are kept: one for each rank and set of targets that adapters come in."""
 
 
-def most_bytes(arena: Arena) -> int:
-    """All that adapters may ever have of an arena."""
-    return arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class _Image:
     """What is the same for all adapters of one layout."""
@@ -40,56 +36,6 @@ class _Image:
     layout: PackedLayout
     rows: SlotImage
     piece_of_layer: Mapping[int, int]
-
-
-@dataclass(eq=False)
-class Budget:
-    """Bytes and adapters that a tier may hold, and holds; `policy` has the digests in it by their use.
-
-    `setting` is what a user changes to have more.
-    """
-
-    tier: Tier
-    setting: str
-    max_bytes: int
-    max_adapters: int | None
-    policy: EvictionPolicy
-    used_bytes: int = 0
-    num_adapters: int = 0
-
-    def allows(self, nbytes: int, used_bytes: int, num_adapters: int) -> bool:
-        """Whether one more adapter of `nbytes` would fit beside `num_adapters` others of `used_bytes`."""
-        has_place = self.max_adapters is None or num_adapters < self.max_adapters
-        return has_place and used_bytes + nbytes <= self.max_bytes
-
-    def fits(self, nbytes: int) -> bool:
-        return self.allows(nbytes, self.used_bytes, self.num_adapters)
-
-    def take(self, nbytes: int) -> None:
-        self.used_bytes += nbytes
-        self.num_adapters += 1
-
-    def give(self, nbytes: int) -> None:
-        self.used_bytes -= nbytes
-        self.num_adapters -= 1
-        assert self.used_bytes >= 0 <= self.num_adapters, f"{self.tier} tier: more was returned than taken"
-
-
-class HostCache(Budget):
-    """Packed weights at rest, in extents of `pool`; bounded in bytes and optionally in number."""
-
-    def __init__(self, pool: LoRAMemoryPool, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy) -> None:
-        super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, most_bytes(pool.arena)), max_adapters, policy)
-        self.pool = pool
-
-    def allocate(self, sizes: Sequence[int]) -> Place | None:
-        """A place for an adapter, or None: over budget, or no such pieces of memory."""
-        nbytes = sum(sizes)
-        extents = self.pool.allocate_all(sizes) if self.fits(nbytes) else None
-        if extents is None:
-            return None
-        self.take(nbytes)
-        return Place(extents)
 
 
 class DeviceCache(Budget):
@@ -120,10 +66,11 @@ class DeviceCache(Budget):
         self.table.clear_slot(lora_slot)
         heapq.heappush(self._free_slots, lora_slot)
 
-    def publish(self, lora_slot: int, layout: PackedLayout, extents: Sequence[Extent]) -> None:
-        """Write the rows of `lora_slot`: kernels launched from now on find the adapter in `extents`."""
-        offsets = [extents[block.extent_index].offset + block.offset for block in layout.blocks]
-        self.table.set_image(lora_slot, self._image_of(layout).rows, offsets)
+    def publish(self, lora_slot: int, layout: PackedLayout, place: Place) -> None:
+        """Write the rows of `lora_slot`: kernels launched from now on find the adapter in `place`."""
+        offsets = [place.extents[block.extent_index].offset + block.offset for block in layout.blocks]
+        shared = 0 if place.shared is None else place.shared.offset
+        self.table.set_image(lora_slot, self._image_of(layout).rows, offsets, shared)
 
     def piece_of_layer(self, layout: PackedLayout) -> Mapping[int, int]:
         """Decoder layer -> the number of its extent."""
@@ -134,7 +81,7 @@ class DeviceCache(Budget):
         known = self._images.get(id(layout))
         if known is None or known.layout is not layout:
             blocks = [(block.target_name, block.layouts) for block in layout.blocks]
-            rows = self.table.image(blocks, layout.vocab_size, layout.rope_factor)
+            rows = self.table.image(blocks, layout.vocab_size, layout.rope_factor, layout.projections)
             pieces = {self._layer_of[block.target_name]: block.extent_index for block in layout.blocks}
             if len(self._images) >= MAX_IMAGES:
                 self._images.popitem(last=False)
@@ -208,7 +155,7 @@ class Tiers:
         place = self.place_of(weights, tier)
         if place is None or not weights.checksums:
             return []
-        views = [self.pool_of(tier).view(extent) for extent in place.extents]
+        views = [self.pool_of(tier).view(extent) for extent in place.all_extents]
         found = self.copies.checksums(views) if tier is Tier.DEVICE else self.host_checksums(views)
-        triples = zip(place.extents, found, weights.checksums, strict=True)
+        triples = zip(place.all_extents, found, weights.checksums, strict=True)
         return [extent for extent, number, expected in triples if number != expected]

@@ -28,8 +28,9 @@ from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterError, AdapterUnavailableError, EngineShutdownError, LoraplexError
 from loraplex.events import EventKind
 from loraplex.memory.care.damage import DamageControl
+from loraplex.memory.eviction.budget import Budget
 from loraplex.memory.residency.records import Demand, LoadJob, Place, StoredAdapter, StoredWeights, WeightState
-from loraplex.memory.residency.tiers import Budget, Tiers
+from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.stats import MemoryLog
 from loraplex.memory.weights.loading import (
     LoadedWeights,

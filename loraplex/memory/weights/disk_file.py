@@ -4,10 +4,12 @@
                 extents, identity
     checksums   of the extents (checksum.py), 8 bytes each
     layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]], and behind them the size of the
-                adapter's vocabulary where it is not the base's, and, behind it or null, the factor of its context where
-                that is not the base's;
+                adapter's vocabulary where it is not the base's, the factor of its context where that is not the base's,
+                and projections in the last extent [digest, rank, inputs, outputs, dtype, b, bytes]; null for what is
+                not there, nothing for what is not there behind the last that is;
                 slice := [a, b, bias, rank, scale, dtype], and behind it [gain, input gain] where it has one of them or
-                a weight of its own, which is behind these [weight, row ids, rows, dtype]
+                a weight of its own, which is behind these [weight, row ids, rows, dtype], or where it has scales, which
+                are the last number of 3 or 7 of these
     zeros       up to a multiple of 4096
     extents     one after the other, to the end of the file
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import struct
 import zlib
@@ -35,7 +38,7 @@ import torch
 from loraplex.adapters.regular_file import transfer
 from loraplex.config import MAX_CONTEXT_FACTOR
 from loraplex.kernels.checksum import Checksums
-from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, SliceLayout
+from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, ProjectionsLayout, SliceLayout
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout
 
 MAGIC = b"loraplex"
@@ -48,6 +51,7 @@ MAX_EXTENTS = 1 << 16
 MAX_LAYOUT_BYTES = 1 << 24
 MAX_RANK = 1 << 20
 MAX_VOCABULARY = 1 << 29
+MAX_WIDTH = 1 << 24
 MAX_OFFSET = 1 << 48
 
 _START = struct.Struct("<8sII")
@@ -58,6 +62,7 @@ _FIRST_READ = 1 << 15
 
 NO_GAINS = (ABSENT, ABSENT)
 
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
 
@@ -161,10 +166,14 @@ def _encode_layout(layout: PackedLayout) -> bytes:
         (block.target_name, block.extent_index, block.offset, [_encode_slice(each) for each in block.layouts])
         for block in layout.blocks
     ]
-    more: tuple[float | None, ...] = () if layout.vocab_size is None else (layout.vocab_size,)
-    if layout.rope_factor is not None:
-        more = (layout.vocab_size, layout.rope_factor)
-    return json.dumps((layout.sizes, blocks, *more), separators=(",", ":"), allow_nan=False).encode()
+    projections = None
+    if (shared := layout.projections) is not None:
+        numbers = shared.digest, shared.rank, shared.in_features, shared.out_features
+        projections = (*numbers, _name_of(shared.dtype), shared.b_offset, shared.nbytes)
+    rest: list[Any] = [layout.vocab_size, layout.rope_factor, projections]
+    while rest and rest[-1] is None:
+        rest.pop()
+    return json.dumps((layout.sizes, blocks, *rest), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] | None:
@@ -173,10 +182,11 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
     offsets = layout.a_offset, layout.b_offset, layout.bias_offset
     gains = layout.gain_offset, layout.input_gain_offset
     plain = (*offsets, layout.rank, layout.scale, _name_of(layout.dtype))
+    scales = () if layout.scales_offset == ABSENT else (layout.scales_offset,)
     if layout.weight_dtype is not None:
         own = layout.weight_offset, layout.row_ids_offset, layout.num_rows, _name_of(layout.weight_dtype)
-        return (*plain, *gains, *own)
-    return plain if gains == NO_GAINS else (*plain, *gains)
+        return (*plain, *gains, *own, *scales)
+    return plain if gains == NO_GAINS and not scales else (*plain, *gains, *scales)
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -192,19 +202,35 @@ def parse_layout(text: bytes) -> PackedLayout:
     return layout
 
 
-def _parse_layout(sizes: Any, blocks: Any, vocab_size: Any = None, *rope_factor: Any) -> PackedLayout:
-    return PackedLayout(
+def _parse_layout(
+    sizes: Any, blocks: Any, vocab_size: Any = None, rope_factor: Any = None, projections: Any = None
+) -> PackedLayout:
+    layout = PackedLayout(
         tuple(_whole(size, MAX_OFFSET) for size in sizes),
         tuple(_parse_block(sizes, *block) for block in blocks),
         None if vocab_size is None else _whole(vocab_size, MAX_VOCABULARY, 1),
-        *map(_parse_rope_factor, rope_factor),
+        None if rope_factor is None else _parse_rope_factor(rope_factor),
+        None if projections is None else _parse_projections(*projections),
     )
+    if layout.projections is None and any(each and each.is_shared for b in layout.blocks for each in b.layouts):
+        raise ValueError("scales without projections")
+    return layout
 
 
 def _parse_rope_factor(value: Any) -> float:
     if type(value) is not float or not 0 < value <= MAX_CONTEXT_FACTOR:
         raise ValueError(f"a factor of {value!r}")
     return value
+
+
+def _parse_projections(
+    digest: Any, rank: Any, inputs: Any, outputs: Any, dtype: Any, b_offset: Any, nbytes: Any
+) -> ProjectionsLayout:
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or dtype not in _DTYPES:
+        raise ValueError(f"projections {digest!r} of dtype {dtype!r}")
+    widths = _whole(inputs, MAX_WIDTH, 1), _whole(outputs, MAX_WIDTH, 1)
+    offsets = _whole(b_offset, MAX_OFFSET), _whole(nbytes, MAX_OFFSET)
+    return ProjectionsLayout(digest, _whole(rank, MAX_RANK, 1), *widths, _DTYPES[dtype], *offsets)
 
 
 def _parse_block(sizes: Sequence[int], target_name: Any, extent_index: Any, offset: Any, slices: Any) -> PackedBlock:
@@ -226,6 +252,8 @@ def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dt
     if dtype not in _DTYPES:
         raise ValueError(f"a dtype of {dtype!r}")
     layout = SliceLayout(a, b, bias, _whole(rank, MAX_RANK, 1), scale, _DTYPES[dtype], gain, input_gain)
+    if len(more) in (3, 7):
+        layout, more = replace(layout, scales_offset=_whole(more[-1], room - 1)), more[:-1]
     return replace(layout, **_parse_own(room, *more[2:])) if len(more) > 2 else layout
 
 

@@ -24,14 +24,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel
+from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel, Projections
 from loraplex.core import LoraTarget, ShardKind
 from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora_a, shard_lora_b, shard_weight
-from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align
+from loraplex.kernels.plan import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.kernels.protocols import AdapterPacking
 from loraplex.memory.weights.own_packing import OwnPacking
 from loraplex.memory.weights.vocabulary import BaseRows, Ends, fitted
 from loraplex.memory.weights.vocabulary import UnfitWeightsError as UnfitWeightsError
+
+MAX_LAYOUTS = 64
+"""Of one blueprint, one for each pair of projections."""
 
 RowNorms = Callable[[str, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -77,17 +80,33 @@ class PackedLayout:
     """Where the blocks of one adapter lie: `sizes[i]` are the bytes of its extent i. The same in every tier.
 
     vocab_size: where the adapter's vocabulary ends, None: where the base's does. rope_factor: what its rows divide the
-    rotary frequencies by, None: as the base's do.
+    rotary frequencies by, None: as the base's do. projections: what lies in the last extent, which adapters of equal
+    projections share (space/shared.py).
     """
 
     sizes: tuple[int, ...]
     blocks: tuple[PackedBlock, ...]
     vocab_size: int | None = None
     rope_factor: float | None = None
+    projections: ProjectionsLayout | None = None
 
     @property
     def nbytes(self) -> int:
+        """All that its kernels read, whether others read it, too."""
         return sum(self.sizes)
+
+    @property
+    def own_nbytes(self) -> int:
+        """What it has alone."""
+        return self.nbytes - self.shared_nbytes
+
+    @property
+    def own_sizes(self) -> tuple[int, ...]:
+        return self.sizes if self.projections is None else self.sizes[:-1]
+
+    @property
+    def shared_nbytes(self) -> int:
+        return 0 if self.projections is None else self.sizes[-1]
 
     @property
     def depends_on_base(self) -> bool:
@@ -118,6 +137,18 @@ class PackedLayout:
         return (each for block in self.blocks for each in block.layouts if each is not None)
 
 
+def can_share(backend: AdapterPacking, targets: Sequence[LoraTarget], is_one_memory: bool) -> bool:
+    """Whether adapters may keep their projections: a shard of a linear would need another part of them, and a device
+    with a memory of its own would have them copied under adapters that run (docs/adr/0049)."""
+    is_whole = all(
+        (target.full_in_features, s.full_out_features) == (target.in_features, s.out_features)
+        for target in targets
+        for s in target.slices
+        if target.is_linear
+    )
+    return is_one_memory and is_whole and backend.shares_projections
+
+
 class Packer:
     """Packs adapters for one model. Any number of threads may use it at once.
 
@@ -125,33 +156,51 @@ class Packer:
     """
 
     def __init__(
-        self, targets: Sequence[LoraTarget], backend: AdapterPacking, compute_dtype: torch.dtype, base: BaseWeights
+        self,
+        targets: Sequence[LoraTarget],
+        backend: AdapterPacking,
+        compute_dtype: torch.dtype,
+        base: BaseWeights,
+        is_one_memory: bool = True,
     ) -> None:
+        """is_one_memory: whether kernels read what is packed where it is."""
         self._targets = sorted(targets, key=lambda target: target.layer)
         self._linears = [target for target in self._targets if target.is_linear]
         self._by_name = {target.name: target for target in targets}
         self._backend = backend
         self._compute_dtype = compute_dtype
         self._base = base
+        self._can_share = can_share(backend, targets, is_one_memory)
         self._own = OwnPacking(backend, compute_dtype)
         self._ends = Ends.of(targets)
-        self._layouts: WeakKeyDictionary[Blueprint, PackedLayout] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Blueprint, dict[str, PackedLayout]] = WeakKeyDictionary()
         self._fitted: WeakKeyDictionary[LoRAModel, LoRAModel] = WeakKeyDictionary()
 
     def lay_out(self, model: LoRAModel) -> PackedLayout:
         """Where `write` will put `model`. Raises ValueError when a tensor does not fit its target, UnfitWeightsError
         for a gain where none can be."""
         model = self._fit(model)
-        layout = None if model.blueprint is None else self._layouts.get(model.blueprint)
+        known = {} if model.blueprint is None else self._layouts.setdefault(model.blueprint, {})
+        shared = "" if model.projections is None else model.projections.digest
+        layout = known.get(shared)
         if layout is None:
             is_the_bases = self._ends is not None and model.vocab_size == self._ends.vocab_size
             vocab_size = None if is_the_bases else model.vocab_size
             layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms), vocab_size)
             if model.long_context is not None:
                 layout = replace(layout, rope_factor=model.long_context.rope_factor)
-            if model.blueprint is not None:
-                self._layouts[model.blueprint] = layout
+            layout = layout if model.projections is None else self._with_projections(layout, model.projections)
+            if len(known) >= MAX_LAYOUTS:
+                known.clear()
+            known[shared] = layout
         return layout
+
+    def _with_projections(self, layout: PackedLayout, projections: Projections) -> PackedLayout:
+        assert self._can_share, "projections, where each adapter has an A and a B of its own"
+        rank, in_features = projections.lora_a.shape
+        widths, dtype = (in_features, len(projections.lora_b)), projections.lora_a.dtype
+        placed = self._backend.projections_layout(projections.digest, rank, widths, dtype, self._compute_dtype)
+        return replace(layout, sizes=(*layout.sizes, placed.nbytes), projections=placed)
 
     def _fit(self, model: LoRAModel) -> LoRAModel:
         """As vocabulary.py brings it to the base's; kept from `lay_out` to `write`."""
@@ -171,6 +220,9 @@ class Packer:
         for block in layout.blocks:
             slices = self._slices(model, self._by_name[block.target_name], self._base.row_norms)
             self.repack(block, slices, views[block.extent_index])
+        if model.projections is not None and layout.projections is not None:
+            shared = model.projections
+            self._backend.pack_projections(layout.projections, shared.lora_a, shared.lora_b, views[-1])
 
     def smallest_nbytes(self) -> int:
         """Bytes of an adapter of rank 1 on every linear: a yardstick for how many adapters a budget may hold."""
@@ -212,7 +264,8 @@ class Packer:
                     model.update(f"{s.module_name} {bias.dtype} {tuple(bias.shape)}".encode())
                     model.update(bias.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         compute_dtype = str(self._compute_dtype).removeprefix("torch.")
-        return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}"
+        sharing = " projections.1" if self._can_share else ""
+        return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}{sharing}"
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
         """The tensors of a block, in its dtype; they may lie in `view`, the block's extent on the host."""
@@ -236,9 +289,28 @@ class Packer:
         for block, expected in itertools.zip_longest(layout.blocks, right.blocks):
             if block != expected:
                 raise ValueError(f"the block of {block.target_name} is not laid out as this model's are")
+        if layout.projections is not None:
+            right = replace(right, sizes=(*right.sizes, self._checked_nbytes(layout, layout.projections)))
         if right.sizes != layout.sizes:
             raise ValueError(f"extents of {layout.sizes} bytes, the blocks need {right.sizes}")
         self._check_vocabulary(layout.vocab_size or 0, said)
+
+    def _checked_nbytes(self, layout: PackedLayout, shared: ProjectionsLayout) -> int:
+        """Of projections. ValueError unless they are laid out as this backend's, and hold all that blocks read."""
+        if not self._can_share:
+            raise ValueError("projections, where each adapter has an A and a B of its own")
+        widths = shared.in_features, shared.out_features
+        layout_of = self._backend.projections_layout
+        right = layout_of(shared.digest, shared.rank, widths, shared.dtype, self._compute_dtype)
+        if right != shared:
+            raise ValueError(f"projections laid out as {shared}")
+        for block in layout.blocks:
+            target = self._by_name[block.target_name]
+            for s, part in zip(target.slices, block.layouts, strict=True):
+                fits = target.in_features <= widths[0] and s.out_features <= widths[1]
+                if part is not None and part.is_shared and not (fits and part.rank == shared.rank):
+                    raise ValueError(f"{s.module_name} does not fit in its projections")
+        return right.nbytes
 
     def _check_vocabulary(self, vocab_size: int, blocks: Mapping[str, PackedBlock]) -> None:
         """ValueError unless both ends have a row for each token beyond the base's."""
@@ -310,7 +382,10 @@ class Packer:
         if layer.input_gain is not None:
             input_gain = _input_gain(target, index, layer.input_gain)
         bias = self._additive_bias(layer, target, index, dora_gain)
-        slice_weights = SliceWeights(lora_a, lora_b, bias, layer.scaling, gain, input_gain, weight, layer.row_ids)
+        scales = layer.rank_scale, None if layer.out_scale is None else shard_gain(target, index, layer.out_scale)
+        slice_weights = SliceWeights(
+            lora_a, lora_b, bias, layer.scaling, gain, input_gain, weight, layer.row_ids, *scales
+        )
         return slice_weights if slice_weights.tensors else None
 
     def _additive_bias(
@@ -385,7 +460,7 @@ def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
 
 
 def _shape_of(layout: SliceLayout, in_features: int, out_features: int) -> SliceWeights:
-    shape = _shape(layout.rank, in_features, out_features, layout.dtype)
+    shape = _shape(0 if layout.is_shared else layout.rank, in_features, out_features, layout.dtype)
 
     def part(offset: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
         return None if offset == ABSENT else torch.empty(width, dtype=dtype, device="meta")
@@ -396,6 +471,8 @@ def _shape_of(layout: SliceLayout, in_features: int, out_features: int) -> Slice
         scaling=layout.scale,
         gain=part(layout.gain_offset, out_features, torch.float32),
         input_gain=part(layout.input_gain_offset, in_features, torch.float32),
+        rank_scale=part(layout.scales_offset, layout.rank, torch.float32),
+        out_scale=part(layout.scales_offset, out_features, torch.float32),
     )
 
 
