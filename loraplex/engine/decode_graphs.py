@@ -13,7 +13,8 @@ Everything else runs kernel by kernel, and is counted by reason:
     prefill        some sequence has several tokens, or is not sampled
     batch_size     more sequences, or tiles of mixes, than the largest graph has rows
     adapters       adapters are there that the backend's captured kernels do not cover
-    own_weights    an adapter of the step changes the embedding or the head, or has weights of its own
+    own_weights    an adapter of the step changes the embedding or the head, has weights of its own, or gains on an
+                   input that several linears read
     not_captured   there is no graph: its capture failed
 
 A profile of steps changes none of this: backends that can be captured time no operators.
@@ -227,7 +228,7 @@ class DecodeGraphs:
         if slots and (self._table is None or not self._backend.may_replay(self._table)):
             return "adapters"
         table = self._table
-        if table is not None and slots & (table.own_layers | table.embedding_slots | table.head_slots):
+        if table is not None and slots & table.slots_with_own_parts:
             return "own_weights"
         return None
 

@@ -186,6 +186,11 @@ def _facts_of(layouts: Iterable[SliceLayout | None]) -> _Facts:
     )
 
 
+def _has_shared_input(layouts: Sequence[SliceLayout | None]) -> bool:
+    """Whether a slice has a gain on an input that others have, too."""
+    return len(layouts) > 1 and any(each is not None and each.input_gain_offset != ABSENT for each in layouts)
+
+
 Blocks = Sequence[tuple[str, Sequence[SliceLayout | None]]]
 """(target's name, layouts of its slices)"""
 
@@ -203,7 +208,8 @@ class SlotImage:
     """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [5,
     n] of its parts inside the block (`SliceLayout.offsets`), and rank, scale, dtype [n]. first_rows, layouts: one per
-    block. special_blocks: (first row, layouts) of those with own weights, of embeddings and of heads.
+    block. special_blocks: (first row, layouts) of those with own weights or gains of shared inputs, of embeddings and
+    of heads.
     vocab_size: as in `SlotTable.vocab_sizes`.
     """
 
@@ -272,6 +278,8 @@ class SlotTable:
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
         self.own_layers: set[int] = set()
         """Slots of adapters with norms or linears of their own."""
+        self.shared_input_slots: set[int] = set()
+        """Slots of adapters with a gain on an input that several slices have."""
         self.embedding_slots: set[int] = set()
         """Slots of adapters that change the embedding. head_slots: the head, or where the vocabulary ends."""
         self.head_slots: set[int] = set()
@@ -299,6 +307,19 @@ class SlotTable:
     def target_at(self, first_row: int) -> LoraTarget:
         """The target whose first slice has this row."""
         return self._by_first_row[first_row]
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """(first row of the target that the slice of this row is of, index of the slice)"""
+        return self._rows[row]
+
+    @property
+    def slots_with_own_parts(self) -> set[int]:
+        """Of adapters whose steps are in no graph."""
+        return self.own_layers | self.shared_input_slots | self.embedding_slots | self.head_slots
+
+    def has_input_gain(self, row: int, lora_slots: Iterable[int]) -> bool:
+        """Whether an adapter in these slots has one for the slice of this row."""
+        return any(self._host_planes[0][_NUM_ADDRESSES - 1, row, slot] for slot in lora_slots)
 
     def set_block(
         self, target_name: str, lora_slot: int, block_offset: int, layouts: Sequence[SliceLayout | None]
@@ -335,6 +356,8 @@ class SlotTable:
             self.head_slots.add(lora_slot)
         elif any(layout is not None and layout.has_weight for layout in layouts):
             self.own_layers.add(lora_slot)
+        if _has_shared_input(layouts):
+            self.shared_input_slots.add(lora_slot)
 
     def image(self, blocks: Blocks, vocab_size: int | None = None) -> SlotImage:
         """The image of an adapter with these blocks: (target's name, layouts of slices). KeyError: unknown target."""
@@ -367,7 +390,8 @@ class SlotTable:
     ) -> Iterator[tuple[int, tuple[SliceLayout | None, ...]]]:
         for first_row, (_, layouts) in zip(first_rows, blocks, strict=True):
             is_end = self._by_first_row[first_row].kind in (ShardKind.EMBEDDING, ShardKind.HEAD)
-            if is_end or any(layout is not None and layout.has_weight for layout in layouts):
+            has_weight = any(layout is not None and layout.has_weight for layout in layouts)
+            if is_end or has_weight or _has_shared_input(layouts):
                 yield first_row, tuple(layouts)
 
     def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:
@@ -402,7 +426,7 @@ class SlotTable:
         self._taken.discard(lora_slot)
         self._placed[lora_slot].clear()
         self.derived[lora_slot].clear()
-        for slots in (self.own_layers, self.embedding_slots, self.head_slots):
+        for slots in (self.own_layers, self.shared_input_slots, self.embedding_slots, self.head_slots):
             slots.discard(lora_slot)
         self.vocab_sizes.pop(lora_slot, None)
 

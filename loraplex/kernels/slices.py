@@ -35,8 +35,8 @@ class SliceWeights:
     """What one adapter brings to one slice: `y <- gain (y + scaling (x A^T) B^T) + bias`, after x <- input_gain x.
 
     lora_a [rank, in] and lora_b [out, rank] come together or not at all; bias [out] is additive and already scaled.
-    gain [out] and input_gain [in] are float32; None is 1. input_gain acts on the base's product, too, so it is there in
-    targets of one slice only.
+    gain [out] and input_gain [in] are float32; None is 1. input_gain acts on the base's product, too; in targets of
+    several slices there are no A and B beside it.
 
     weight is the adapter's own, in place of the base's: [out, in] of a linear, [hidden] of a norm, rows [n, hidden] of
     an embedding or a head. row_ids int64 [n], ascending: which tokens these rows are of; None: of 0 to n - 1.

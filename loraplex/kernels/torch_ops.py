@@ -54,11 +54,13 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
             for delta in deltas:
                 _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
 
-    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         check_rows(x, x, plan)
+        first_row, index = table.place_of(row)
+        num_slices = len(table.target_at(first_row).slices)
         for segment in plan.segments:
-            for delta in _deltas(table, first_row, segment.lora_slot, 1):
-                if delta.input_gain is not None:
+            for delta in _deltas(table, first_row, segment.lora_slot, num_slices):
+                if delta.slice_index == index and delta.input_gain is not None:
                     x[segment.start : segment.end].mul_(weighted_gain(delta.input_gain, segment.weight))
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor:

@@ -163,12 +163,15 @@ def expected_lora(
 
 
 def expected_input(
-    x: torch.Tensor, segments: Sequence[LoraSegment], adapters: Sequence[Sequence[SliceWeights | None]]
+    x: torch.Tensor,
+    segments: Sequence[LoraSegment],
+    adapters: Sequence[Sequence[SliceWeights | None]],
+    slice_index: int = 0,
 ) -> torch.Tensor:
-    """scale_input of a target of one slice, in float64."""
+    """scale_input of one slice, in float64."""
     out = _wide(x).copy()
     for segment in segments:
-        (weights,) = adapters[segment.lora_slot]
+        weights = adapters[segment.lora_slot][slice_index]
         if weights is not None and weights.input_gain is not None:
             out[segment.start : segment.end] *= 1 + segment.weight * (_wide(weights.input_gain) - 1)
     return torch.from_numpy(out)
