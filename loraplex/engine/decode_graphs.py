@@ -228,8 +228,9 @@ class DecodeGraphs:
         if slots and (self._table is None or not self._backend.may_replay(self._table)):
             return "adapters"
         table = self._table
-        if table is not None and slots & table.slots_with_own_parts:
-            return "own_weights"
+        if table is not None:
+            own = table.own_layers | table.shared_input_slots | table.embedding_slots | table.head_slots
+            return "own_weights" if slots & own else None
         return None
 
     def _is_there(self, key: _Key, slots: set[int]) -> bool:

@@ -23,6 +23,7 @@ from loraplex.kernels.slices import SliceLayout as SliceLayout
 from loraplex.kernels.slices import SliceView as SliceView
 from loraplex.kernels.slices import SliceWeights as SliceWeights
 from loraplex.kernels.slices import align as align
+from loraplex.kernels.slices import has_shared_input
 from loraplex.kernels.tiles import NO_TILES, TILE_FIELDS, TileBuffer, Tiles, cut_tiles, tile_room
 
 # ------------------------------------------------------------------------------------------------ the step's segments
@@ -186,11 +187,6 @@ def _facts_of(layouts: Iterable[SliceLayout | None]) -> _Facts:
     )
 
 
-def _has_shared_input(layouts: Sequence[SliceLayout | None]) -> bool:
-    """Whether a slice has a gain on an input that others have, too."""
-    return len(layouts) > 1 and any(each is not None and each.input_gain_offset != ABSENT for each in layouts)
-
-
 Blocks = Sequence[tuple[str, Sequence[SliceLayout | None]]]
 """(target's name, layouts of its slices)"""
 
@@ -209,8 +205,7 @@ class SlotImage:
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [5,
     n] of its parts inside the block (`SliceLayout.offsets`), and rank, scale, dtype [n]. first_rows, layouts: one per
     block. special_blocks: (first row, layouts) of those with own weights or gains of shared inputs, of embeddings and
-    of heads.
-    vocab_size: as in `SlotTable.vocab_sizes`.
+    of heads. vocab_size: as in `SlotTable.vocab_sizes`.
     """
 
     rows: NDArray[np.int64]
@@ -277,9 +272,8 @@ class SlotTable:
         self.scratch: dict[int, Any] = {}
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
         self.own_layers: set[int] = set()
-        """Slots of adapters with norms or linears of their own."""
+        """Slots of adapters with norms or linears of their own. shared_input_slots: with gains on shared inputs."""
         self.shared_input_slots: set[int] = set()
-        """Slots of adapters with a gain on an input that several slices have."""
         self.embedding_slots: set[int] = set()
         """Slots of adapters that change the embedding. head_slots: the head, or where the vocabulary ends."""
         self.head_slots: set[int] = set()
@@ -311,15 +305,6 @@ class SlotTable:
     def place_of(self, row: int) -> tuple[int, int]:
         """(first row of the target that the slice of this row is of, index of the slice)"""
         return self._rows[row]
-
-    @property
-    def slots_with_own_parts(self) -> set[int]:
-        """Of adapters whose steps are in no graph."""
-        return self.own_layers | self.shared_input_slots | self.embedding_slots | self.head_slots
-
-    def has_input_gain(self, row: int, lora_slots: Iterable[int]) -> bool:
-        """Whether an adapter in these slots has one for the slice of this row."""
-        return any(self._host_planes[0][_NUM_ADDRESSES - 1, row, slot] for slot in lora_slots)
 
     def set_block(
         self, target_name: str, lora_slot: int, block_offset: int, layouts: Sequence[SliceLayout | None]
@@ -356,7 +341,7 @@ class SlotTable:
             self.head_slots.add(lora_slot)
         elif any(layout is not None and layout.has_weight for layout in layouts):
             self.own_layers.add(lora_slot)
-        if _has_shared_input(layouts):
+        if has_shared_input(layouts):
             self.shared_input_slots.add(lora_slot)
 
     def image(self, blocks: Blocks, vocab_size: int | None = None) -> SlotImage:
@@ -390,8 +375,7 @@ class SlotTable:
     ) -> Iterator[tuple[int, tuple[SliceLayout | None, ...]]]:
         for first_row, (_, layouts) in zip(first_rows, blocks, strict=True):
             is_end = self._by_first_row[first_row].kind in (ShardKind.EMBEDDING, ShardKind.HEAD)
-            has_weight = any(layout is not None and layout.has_weight for layout in layouts)
-            if is_end or has_weight or _has_shared_input(layouts):
+            if is_end or has_shared_input(layouts) or any(each is not None and each.has_weight for each in layouts):
                 yield first_row, tuple(layouts)
 
     def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,3 +116,8 @@ def own_weight_shape(target: LoraTarget, slice_index: int, num_rows: int) -> tup
     if target.kind is ShardKind.EMBEDDING:
         return num_rows, out_features
     return num_rows, target.in_features
+
+
+def has_shared_input(layouts: Sequence[SliceLayout | None]) -> bool:
+    """Whether a slice has a gain on an input that others have, too."""
+    return len(layouts) > 1 and any(each is not None and each.input_gain_offset != ABSENT for each in layouts)

@@ -95,7 +95,7 @@ class BaseLayerWithLoRA:
             return
         slots, rows = _shared_inputs(plan, table, x.device)
         for row, s in enumerate(slices, self._first_row):
-            if table.has_input_gain(row, slots):
+            if any(table.addresses(row, slot)[-1] for slot in slots):  # of input gains
                 scaled = x.clone()
                 backend.scale_input(scaled, plan, table, row)
                 product = self._slice_product(scaled[rows], row - self._first_row)
