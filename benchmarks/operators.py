@@ -20,7 +20,9 @@ from benchmarks.limits import WEIGHT_BYTES, Peaks, linear_s
 from benchmarks.timing import Call, in_turn
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import SliceWeights
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.torch_ops import TorchBackend
 
 COLD_BYTES = 128 * 2**20

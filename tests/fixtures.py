@@ -83,6 +83,13 @@ KIND_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     ),
     "IA3 of o": ("IA3Config", {"target_modules": ["q_proj", "o_proj", "gate_proj"], "feedforward_modules": ["o_proj"]}),
+    "IA3 of shared inputs": (
+        "IA3Config",
+        {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
+            "feedforward_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+        },
+    ),
     "AdaLoRA": (
         "AdaLoraConfig",
         {"init_r": 6, "lora_alpha": 12, "target_modules": list(TARGET_MODULES), "total_step": 10},

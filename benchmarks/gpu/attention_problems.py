@@ -16,8 +16,8 @@ from benchmarks.gpu.flash_attention import flash_absence, flash_backend
 from benchmarks.gpu.inputs import BLOCK_SIZE, POISON, make_attention
 from benchmarks.gpu.place import FP32, Place, dtype_name
 from benchmarks.gpu.problems import Planned, Problem
-from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.step_batch import AttentionPlan
 
 EXACT = ReferenceBackend()
 """In float64 where its inputs are."""

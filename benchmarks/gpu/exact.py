@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.gpu.place import BF16, FP16, FP32, Place
 from loraplex.core import LoraSlice
-from loraplex.kernels.plan import LoraSegment, SliceWeights
+from loraplex.kernels.plan import LoraSegment
+from loraplex.kernels.slices import SliceWeights
 
 Tensors = tuple[torch.Tensor, ...]
 

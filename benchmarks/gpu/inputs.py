@@ -12,7 +12,9 @@ import torch
 
 from loraplex.core import LoraTarget
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceLayout, SliceWeights, SlotTable, align
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import SliceLayout, SliceWeights, align
+from loraplex.kernels.step_batch import AttentionPlan
 
 POISON = 0xFF
 """A byte that makes NaN of every float."""

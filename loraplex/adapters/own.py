@@ -31,14 +31,12 @@ WITHOUT_HEAD = (Kind.IA3,)
 class BaseModule:
     """One module of the base model under its checkpoint name; sizes are the whole checkpoint's.
 
-    is_fused: others read the same inputs in one product (q, k and v; gate and up). is_tied: of a head, whether its
-    weight is the embedding's.
+    is_tied: of a head, whether its weight is the embedding's.
     """
 
     in_features: int
     out_features: int
     has_bias: bool
-    is_fused: bool = False
     kind: ShardKind = ShardKind.REPLICATED
     is_tied: bool = False
 
@@ -48,7 +46,7 @@ class BaseModule:
             sizes = target.full_in_features, part.full_out_features
             yield (
                 part.module_name,
-                cls(*sizes, part.has_bias, len(target.slices) > 1, target.kind, target.is_tied),
+                cls(*sizes, part.has_bias, target.kind, target.is_tied),
             )
 
     @property

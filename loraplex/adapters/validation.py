@@ -304,9 +304,6 @@ class TensorCheck:
 
     def _check_module(self, module: str, rank: int) -> None:
         base, kind, is_feedforward = self.base[module], self.helper.kind, module in self.inputs
-        if is_feedforward and base.is_fused:
-            text = "a gain on inputs that other modules share is not supported; train it on the outputs"
-            self.reasons.append(f"feedforward_modules names {module!r}: {text}")
         is_embedding = base.kind is ShardKind.EMBEDDING
         wanted = part_shapes(self.helper, rank, *self.sizes_of(module), is_feedforward, is_embedding)
         names = {part: TensorName(module, part) for part in PARTS[kind].values() if part != "bias"}

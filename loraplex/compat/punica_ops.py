@@ -33,8 +33,9 @@ from loraplex.core import BASE_SLOT, LoraSlice, LoraTarget
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.lora import add_rows
 from loraplex.kernels.ops import get_backend
-from loraplex.kernels.plan import DTYPE_CODES, LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend
+from loraplex.kernels.slices import DTYPE_CODES
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ADDRESS_ALIGNMENT = 16

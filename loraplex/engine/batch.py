@@ -22,7 +22,8 @@ from loraplex.core import BASE_SLOT, BlockAllocator
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 from loraplex.engine.step_buffers import StepArrays, StepBuffers, StepShape, StepTensors
 from loraplex.errors import InvalidRequestError
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SlotTable, StepBatch
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.step_batch import AttentionPlan, StepBatch
 
 DEBUG_VARIABLE = "LORAPLEX_DEBUG"
 """Environment variable that makes an engine check each step's mapping against the slot table, for tests."""

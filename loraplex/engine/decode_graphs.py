@@ -14,7 +14,8 @@ Everything else runs kernel by kernel, and is counted by reason:
     prefill        some sequence has several tokens, or is not sampled
     batch_size     more sequences, or tiles of mixes, than the largest graph has rows
     adapters       adapters are there that the backend's captured kernels do not cover
-    own_weights    an adapter of the step changes the embedding or the head, or has weights of its own
+    own_weights    an adapter of the step changes the embedding or the head, has weights of its own, or gains on an
+                   input that several linears read
     not_captured   there is no graph: its capture failed
 
 A profile of steps changes none of this: backends that can be captured time no operators.
@@ -45,8 +46,9 @@ from loraplex.engine.graph_sizes import graph_sizes
 from loraplex.engine.memory_plan import MemoryPlan
 from loraplex.engine.schedule_plan import SchedulePlan
 from loraplex.engine.step_buffers import StepShape, make_step_buffers
-from loraplex.kernels.plan import LoraPlan, SlotTable, StepBatch
+from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.protocols import KernelBackend, StepCapture
+from loraplex.kernels.step_batch import StepBatch
 from loraplex.kernels.tiles import SMALL_ROWS
 from loraplex.memory.weights.loading import is_device_lost
 from loraplex.models.decoder import Decoder
@@ -241,8 +243,9 @@ class DecodeGraphs:
         table = self._table
         if table is not None and not self._builder.pads_rope_factors and slots & table.rope_factors.keys():
             return "adapters"
-        if table is not None and slots & (table.own_layers | table.embedding_slots | table.head_slots):
-            return "own_weights"
+        if table is not None:
+            own = table.own_layers | table.shared_input_slots | table.embedding_slots | table.head_slots
+            return "own_weights" if slots & own else None
         return None
 
     def _is_there(self, key: _Key, slots: set[int]) -> bool:

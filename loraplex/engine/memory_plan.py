@@ -19,9 +19,9 @@ What a GPU has left once the model is on it:
 
 The reserve is an estimate, made of the model's shapes (no step is run): a step of max_num_batched_tokens keeps about
 four hidden states, queries, keys, values and attention, and three of the MLP's inner states a token; sampling keeps the
-logits of max_num_seqs rows four times in float32; what graphs get says graph_sizes.py. Logits of prompts
-(`prompt_logprobs`) are not in it: what gpu_memory_utilization leaves is for them, for what torch's allocator loses to
-rounding, and for the driver.
+logits of max_num_seqs rows four times in float32, with the tokens that an adapter may add; what graphs get says
+graph_sizes.py. Logits of prompts (`prompt_logprobs`) are not in it: what gpu_memory_utilization leaves is for them, for
+what torch's allocator loses to rounding, and for the driver.
 """
 
 from __future__ import annotations
@@ -356,7 +356,8 @@ def reserve_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) 
     """Kept free for the steps; see above."""
     attention = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
     a_token = (4 * model.hidden_size + attention + 3 * model.intermediate_size) * dtype.itemsize
-    logits = 4 * config.max_num_seqs * model.vocab_size * torch.float32.itemsize
+    vocab_size = model.vocab_size + (0 if config.lora is None else config.lora.lora_extra_vocab_size)
+    logits = 4 * config.max_num_seqs * vocab_size * torch.float32.itemsize
     table = 0 if config.lora is None else SLOT_TABLE_BYTES
     graphs = 0 if config.enforce_eager else graph_bytes(config, model, dtype.itemsize)
     return config.max_num_batched_tokens * a_token + logits + table + graphs

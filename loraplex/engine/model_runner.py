@@ -17,8 +17,8 @@ from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingS
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
 from loraplex.kernels.device_copies import upload
-from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
+from loraplex.kernels.step_batch import StepBatch
 from loraplex.memory.weights.copies import StepGate
 from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder

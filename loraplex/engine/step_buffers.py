@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loraplex.kernels.plan import LoraPlan, align
+from loraplex.kernels.plan import LoraPlan
+from loraplex.kernels.slices import align
 
 NUM_TURNS = 2
 """Blocks on the host: one may still be read by a copy while the next step is written."""

@@ -1,4 +1,4 @@
-"""What a kernel reads: the segments of a step, the table of adapters' addresses, the KV blocks of its sequences.
+"""What the LoRA kernels read: the segments of a step, and the table of adapters' addresses.
 
 A plan holds lora slots, never addresses; the table holds addresses, never tensors' shapes (a target gives those). So
 promoting, evicting or moving an adapter is a write to the table, and a plan made before stays good.
@@ -7,25 +7,28 @@ promoting, evicting or moving an adapter is a write to the table, and a plan mad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from loraplex.core import BASE_SLOT, LoraTarget, ShardKind
-from loraplex.kernels.slices import ABSENT as ABSENT
-from loraplex.kernels.slices import ALIGNMENT as ALIGNMENT
-from loraplex.kernels.slices import DTYPE_CODES as DTYPE_CODES
-from loraplex.kernels.slices import Blocks, PlacedBlock, PlacedProjections, facts_of
-from loraplex.kernels.slices import ProjectionsLayout as ProjectionsLayout
-from loraplex.kernels.slices import SliceLayout as SliceLayout
-from loraplex.kernels.slices import SliceView as SliceView
-from loraplex.kernels.slices import SliceWeights as SliceWeights
-from loraplex.kernels.slices import SlotImage as SlotImage
-from loraplex.kernels.slices import align as align
+from loraplex.kernels.slices import (
+    ABSENT,
+    DTYPE_CODES,
+    Blocks,
+    PlacedBlock,
+    PlacedProjections,
+    ProjectionsLayout,
+    SliceLayout,
+    SliceView,
+    SlotImage,
+    facts_of,
+    has_shared_input,
+)
 from loraplex.kernels.tiles import NO_TILES, TILE_FIELDS, TileBuffer, Tiles, cut_tiles, tile_room
 
 # ------------------------------------------------------------------------------------------------ the step's segments
@@ -230,7 +233,8 @@ class SlotTable:
         self.scratch: dict[int, Any] = {}
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
         self.own_layers: set[int] = set()
-        """Slots of adapters with norms or linears of their own."""
+        """Slots of adapters with norms or linears of their own. shared_input_slots: with gains on shared inputs."""
+        self.shared_input_slots: set[int] = set()
         self.embedding_slots: set[int] = set()
         """Slots of adapters that change the embedding. head_slots: the head, or where the vocabulary ends."""
         self.head_slots: set[int] = set()
@@ -262,6 +266,10 @@ class SlotTable:
     def target_at(self, first_row: int) -> LoraTarget:
         """The target whose first slice has this row."""
         return self._by_first_row[first_row]
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """(first row of the target that the slice of this row is of, index of the slice)"""
+        return self._rows[row]
 
     def set_block(
         self, target_name: str, lora_slot: int, block_offset: int, layouts: Sequence[SliceLayout | None]
@@ -298,6 +306,8 @@ class SlotTable:
             self.head_slots.add(lora_slot)
         elif any(layout is not None and layout.has_weight for layout in layouts):
             self.own_layers.add(lora_slot)
+        if has_shared_input(layouts):
+            self.shared_input_slots.add(lora_slot)
 
     def image(
         self,
@@ -340,7 +350,7 @@ class SlotTable:
     ) -> Iterator[tuple[int, tuple[SliceLayout | None, ...]]]:
         for first_row, (_, layouts) in zip(first_rows, blocks, strict=True):
             is_end = self._by_first_row[first_row].kind in (ShardKind.EMBEDDING, ShardKind.HEAD)
-            if is_end or any(layout is not None and layout.has_weight for layout in layouts):
+            if is_end or has_shared_input(layouts) or any(each is not None and each.has_weight for each in layouts):
                 yield first_row, tuple(layouts)
 
     def set_image(
@@ -389,7 +399,7 @@ class SlotTable:
         self._placed[lora_slot].clear()
         self._projections.pop(lora_slot, None)
         self.derived[lora_slot].clear()
-        for slots in (self.own_layers, self.embedding_slots, self.head_slots):
+        for slots in (self.own_layers, self.shared_input_slots, self.embedding_slots, self.head_slots):
             slots.discard(lora_slot)
         self.vocab_sizes.pop(lora_slot, None)
         self.rope_factors.pop(lora_slot, None)
@@ -539,61 +549,3 @@ def _row_starts(targets: Sequence[LoraTarget]) -> list[int]:
     for target in targets[:-1]:
         starts.append(starts[-1] + len(target.slices))
     return starts[: len(targets)]
-
-
-# --------------------------------------------------------------------------------------------- attention and the step
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Where the keys and values of a step's sequences are. B sequences, T token rows, sequence by sequence.
-
-    q_indptr int32 [B+1]: rows of sequence i are [q_indptr[i], q_indptr[i+1]); context_lens int32 [B]: tokens in the KV
-    cache after this step; block_tables int32 [B, max_blocks] (entries past a context are not read); kv_slot_mapping
-    int64 [T]: block * block_size + offset of each new token. query_lens and context_lens_host are the same lengths on
-    the host. The i-th query of a sequence is at position context_len - query_len + i and sees keys up to its own
-    position.
-    """
-
-    q_indptr: torch.Tensor
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
-    kv_slot_mapping: torch.Tensor
-    query_lens: tuple[int, ...]
-    context_lens_host: tuple[int, ...]
-    block_size: int
-    scratch: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What a backend derives from this plan once for all layers (indices, masks)."""
-
-
-class LayerGate(Protocol):
-    """Where a step waits for adapters whose weights are still on their way to the device, layer by layer."""
-
-    def wait_for_layer(self, layer: int) -> None:
-        """Kernels launched from now on begin when what the step reads of this layer is there; the host goes on."""
-        ...
-
-    def wait_for_all(self) -> None:
-        """The same for every layer: for a step that is replayed as a whole."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (sampled rows).
-
-    lora is None when no row goes through an adapter. gate is None when all adapters of the step are there: always on a
-    CPU. rope_factors: float32 [T], what each token divides the rotary frequencies by; None: all as the base does.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: AttentionPlan
-    lora: LoraPlan | None
-    logits_indices: torch.Tensor
-    gate: LayerGate | None = None
-    rope_factors: torch.Tensor | None = None
-
-
-LayersForward = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, StepBatch], torch.Tensor]
-"""x [T, hidden], (cos, sin), kv, batch -> [T, hidden]: all layers of a model."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import LayersForward
+from loraplex.kernels.step_batch import LayersForward
 from loraplex.performance.profiler import Profiler
 
 PART_OF = {

@@ -22,15 +22,9 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.cpu import CpuUse
-from loraplex.kernels.plan import (
-    AttentionPlan,
-    LayersForward,
-    LoraPlan,
-    ProjectionsLayout,
-    SliceLayout,
-    SliceWeights,
-    SlotTable,
-)
+from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
+from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.metrics import KernelFallback
 
@@ -56,10 +50,11 @@ class LayerOps(Protocol):
         """
         ...
 
-    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         """In place, for each segment, in their order: x[s:e] = (1 + weight (input_gain - 1)) x[s:e].
 
-        x [T, in]: the input of a target of one slice, before the base's product; what it was is lost.
+        x [T, in]: the input of the slice that has this row of the table, before the base's product; what it was is
+        lost.
         """
         ...
 
@@ -91,6 +86,11 @@ class LayerOps(Protocol):
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + bias; weight [out, in], prepared or not."""
+        ...
+
+    def linear_rows(self, weight: LinearWeight, first: int, last: int) -> LinearWeight | None:
+        """Rows [first, last) of a weight [out, in], prepared or not, for `linear`; nothing is copied. None: its form
+        cannot be cut there."""
         ...
 
     def embeds_prepared(self, quantization: str | None) -> bool:

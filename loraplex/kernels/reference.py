@@ -21,17 +21,9 @@ import torch.nn.functional as F
 from loraplex.core import LoraSlice
 from loraplex.cpu import CpuUse
 from loraplex.kernels.checksum import checksums
-from loraplex.kernels.plan import (
-    ABSENT,
-    AttentionPlan,
-    LayersForward,
-    LoraPlan,
-    ProjectionsLayout,
-    SliceLayout,
-    SliceWeights,
-    SlotTable,
-    align,
-)
+from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
+from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.metrics import KernelFallback
 
@@ -44,9 +36,10 @@ def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dty
 
 
 def check_input_gains(slices: Sequence[SliceWeights | None]) -> None:
-    """Assert that no slice has an input gain where other slices have the same input."""
-    assert len(slices) == 1 or all(s is None or s.input_gain is None for s in slices), (
-        f"an input gain in a target of {len(slices)} slices"
+    """Assert that no slice has A and B beside an input gain where other slices have the same input: A would read it
+    without the gain."""
+    assert len(slices) == 1 or all(s is None or s.input_gain is None or s.lora_a is None for s in slices), (
+        f"an input gain beside A and B in a target of {len(slices)} slices"
     )
 
 
@@ -55,7 +48,7 @@ def layout_block(
 ) -> tuple[int, tuple[SliceLayout | None, ...]]:
     """(bytes of the block, where each slice lies in it) for the stock layout; forced: all but gains in `compute_dtype`.
 
-    An input gain beside other slices is an AssertionError.
+    An input gain beside A and B where there are other slices is an AssertionError.
     """
     check_input_gains(slices)
     dtype, cursor = compute_dtype if is_forced else packed_dtype(slices, compute_dtype), 0
@@ -247,6 +240,10 @@ class StockWeights:
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype
+
+    def linear_rows(self, weight: Any, first: int, last: int) -> Any:
+        is_plain = isinstance(weight, torch.Tensor) and weight.layout == torch.strided
+        return weight[first:last] if is_plain else None
 
     def embeds_prepared(self, quantization: str | None) -> bool:
         return False
@@ -442,10 +439,10 @@ class ReferenceBackend(StockPacking, StockWeights):
                 wide = wide + segment.weight * view.bias.to(wide.dtype)
             rows.copy_(wide)
 
-    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         check_rows(x, x, plan)
         for segment in plan.segments:
-            view = table.views(first_row, segment.lora_slot)
+            view = table.views(row, segment.lora_slot)
             if view is not None and view.input_gain is not None:
                 rows = x[segment.start : segment.end]
                 rows.copy_(weighted_gain(view.input_gain, segment.weight) * rows.to(_accumulator(x.dtype)))

@@ -39,8 +39,8 @@ class SliceWeights:
     """What one adapter brings to one slice: `y <- gain (y + scaling (x A^T) B^T) + bias`, after x <- input_gain x.
 
     lora_a [rank, in] and lora_b [out, rank] come together or not at all; bias [out] is additive and already scaled.
-    gain [out] and input_gain [in] are float32; None is 1. input_gain acts on the base's product, too, so it is there in
-    targets of one slice only.
+    gain [out] and input_gain [in] are float32; None is 1. input_gain acts on the base's product, too; in targets of
+    several slices there are no A and B beside it.
 
     rank_scale [rank] and out_scale [out], float32, come together and without lora_a and lora_b: A and B are then those
     of the adapter's projections (ProjectionsLayout), cut to this slice, and y <- y + out_scale ((rank_scale (x A^T))
@@ -171,6 +171,11 @@ def own_weight_shape(target: LoraTarget, slice_index: int, num_rows: int) -> tup
     return num_rows, target.in_features
 
 
+def has_shared_input(layouts: Sequence[SliceLayout | None]) -> bool:
+    """Whether a slice has a gain on an input that others have, too."""
+    return len(layouts) > 1 and any(each is not None and each.input_gain_offset != ABSENT for each in layouts)
+
+
 # ---------------------------------------------------------------------------------------------------- what is in a slot
 
 
@@ -205,9 +210,9 @@ class SlotImage:
     """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [6,
     n] of its parts inside the block (`SliceLayout.offsets`, then scales_offset), is_shared [n], and rank, scale, dtype
-    [n]. first_rows, layouts: one per block. special_blocks: (first row, layouts) of those with own weights, of
-    embeddings and of heads. vocab_size, rope_factor: as in `SlotTable.vocab_sizes` and `rope_factors`. projections:
-    where A and B of the slices that share them are.
+    [n]. first_rows, layouts: one per block. special_blocks: (first row, layouts) of those with own weights or gains of
+    shared inputs, of embeddings and of heads. vocab_size, rope_factor: as in `SlotTable.vocab_sizes` and
+    `rope_factors`. projections: where A and B of the slices that share them are.
     """
 
     rows: NDArray[np.int64]

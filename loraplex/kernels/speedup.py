@@ -11,8 +11,10 @@ import torch
 
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.kernels.fallbacks import NATIVE_OPERATORS, TRITON_OPERATORS
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend
+from loraplex.kernels.slices import SliceWeights
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.metrics import KernelSpeedup

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.step_batch import AttentionPlan
 
 MIN_PADDING = 1024
 """Padded key positions that cost less than one more gather and SDPA (0.25 us each on a 3-head model against 100 us)."""

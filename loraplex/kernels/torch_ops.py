@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
+from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.reference import StockPacking, StockWeights, check_rows, weighted_gain
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import StockSampling
 from loraplex.kernels.torch_attention import paged_attention, write_kv
 
@@ -54,11 +55,13 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
             for delta in deltas:
                 _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
 
-    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         check_rows(x, x, plan)
+        first_row, index = table.place_of(row)
+        num_slices = len(table.target_at(first_row).slices)
         for segment in plan.segments:
-            for delta in _deltas(table, first_row, segment.lora_slot, 1):
-                if delta.input_gain is not None:
+            for delta in _deltas(table, first_row, segment.lora_slot, num_slices):
+                if delta.slice_index == index and delta.input_gain is not None:
                     x[segment.start : segment.end].mul_(weighted_gain(delta.input_gain, segment.weight))
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor:

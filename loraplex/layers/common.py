@@ -15,8 +15,9 @@ from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.errors import ModelWeightError
-from loraplex.kernels.plan import AttentionPlan, LoraPlan
+from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.protocols import LayerOps
+from loraplex.kernels.step_batch import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)

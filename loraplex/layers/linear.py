@@ -46,6 +46,15 @@ class ParallelLinear:
         assert plan is None or not plan.num_segments, f"{self.target.name} has no LoRA and got a plan with adapters"
         return self.ops.linear(x, self.weight, self.bias)
 
+    def forward_slice(self, x: Tensor, slice_index: int) -> Tensor:
+        """x [T, in] -> [T, out of that slice]: columns of `forward`."""
+        s = self.target.slices[slice_index]
+        rows = s.out_offset, s.out_offset + s.out_features
+        weight = self.ops.linear_rows(self.weight, *rows)
+        if weight is None:
+            return self.ops.linear(x, self.weight, self.bias)[:, slice(*rows)]
+        return self.ops.linear(x, weight, None if self.bias is None else self.bias[slice(*rows)])
+
     def allocate(self) -> None:
         self.weight = _allocated(self.weight, self.device)
 

@@ -1,7 +1,8 @@
 """Linear layers that know of LoRA from birth: `y = base(x)`, then one kernel call adds every adapter of the step.
 
 Where adapters have input gains (IA3), the input's rows are multiplied by them first, in place: a layer of one slice
-needs an x that nothing reads afterwards. Layers of several slices have no input gains.
+needs an x that nothing reads afterwards. In a layer of several slices (q, k and v; gate and up) each slice has a gain
+of its own: its product is made once more, for the rows of such adapters alone, of a copy of the input.
 
 | class                              | A is cut      | B is cut                                   |
 |------------------------------------|---------------|--------------------------------------------|
@@ -19,6 +20,7 @@ with the step's plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -39,15 +41,21 @@ class LinearBase(Protocol):
 
 
 class BaseLayerWithLoRA:
-    """A linear and the adapters that act on it. Before `set_lora_info` it is the base layer."""
+    """A linear and the adapters that act on it. Before `set_lora_info` it is the base layer.
+
+    forward_slice(x, slice index): the columns of one slice alone, where the base layer can make them.
+    """
 
     kind: ClassVar[ShardKind]
 
-    def __init__(self, base_layer: LinearBase) -> None:
+    def __init__(
+        self, base_layer: LinearBase, forward_slice: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    ) -> None:
         target = base_layer.target
         if target.kind is not self.kind:
             raise ValueError(f"{type(self).__name__} takes {self.kind} layers, {target.name} is {target.kind}")
         self.base_layer = base_layer
+        self._forward_slice = forward_slice
         self.lora_backend: LayerOps | None = None
         self._table: SlotTable | None = None
         self._first_row = -1
@@ -69,15 +77,35 @@ class BaseLayerWithLoRA:
     def forward(self, x: torch.Tensor, plan: LoraPlan | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out]; rows in no segment of the plan are the base layer's, bit for bit.
 
-        Rows of x in segments of adapters with an input gain are overwritten.
+        Rows of x in segments of adapters with an input gain are overwritten where there is one slice.
         """
         if plan is not None and plan.num_segments:
             self._scale_input(x, plan)
         y = self.base_layer.forward(x)
         if plan is None:
             return y
+        self._replace_scaled(y, x, plan)
         self._replace_own(y, x, plan)
         return self.apply_lora(y, x, plan)
+
+    def _replace_scaled(self, y: torch.Tensor, x: torch.Tensor, plan: LoraPlan) -> None:
+        """Slices of which an adapter scales the input that they share with others, for the rows of such adapters."""
+        table, backend, slices = self._table, self.lora_backend, self.target.slices
+        if table is None or backend is None or len(slices) == 1 or not table.shared_input_slots:
+            return
+        slots, rows = _shared_inputs(plan, table, x.device)
+        for row, s in enumerate(slices, self._first_row):
+            if any(table.addresses(row, slot)[-1] for slot in slots):  # of input gains
+                scaled = x.clone()
+                backend.scale_input(scaled, plan, table, row)
+                product = self._slice_product(scaled[rows], row - self._first_row)
+                y[rows, s.out_offset : s.out_offset + s.out_features] = product
+
+    def _slice_product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        if self._forward_slice is not None:
+            return self._forward_slice(x, index)
+        s = self.target.slices[index]
+        return self.base_layer.forward(x)[:, s.out_offset : s.out_offset + s.out_features]
 
     def _replace_own(self, y: torch.Tensor, x: torch.Tensor, plan: LoraPlan) -> None:
         """Rows and slices of adapters with a weight of their own: its product, without a bias."""
@@ -105,6 +133,17 @@ class BaseLayerWithLoRA:
             target = self.target
             self.lora_backend.add_lora(base_output, x, plan, self._table, self._first_row, target.slices)
         return base_output
+
+
+def _shared_inputs(plan: LoraPlan, table: SlotTable, device: torch.device) -> tuple[set[int], torch.Tensor]:
+    """(slots of the plan that have gains on shared inputs, the rows int64 of all their segments); made once per plan"""
+    kept: tuple[set[int], torch.Tensor] | None = plan.scratch.get(_shared_inputs)
+    if kept is None:
+        found = [each for each in plan.segments if each.lora_slot in table.shared_input_slots]
+        rows = sorted({row for each in found for row in range(each.start, each.end)})
+        kept = {each.lora_slot for each in found}, torch.tensor(rows, dtype=torch.int64, device=device)
+        plan.scratch[_shared_inputs] = kept
+    return kept
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
@@ -137,9 +176,11 @@ _CLASSES: dict[ShardKind, type[BaseLayerWithLoRA]] = {
 }
 
 
-def with_lora(base_layer: LinearBase) -> BaseLayerWithLoRA:
+def with_lora(
+    base_layer: LinearBase, forward_slice: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+) -> BaseLayerWithLoRA:
     """The LoRA layer that fits the base layer: by its target's kind, and merged when it has several slices."""
     target = base_layer.target
-    if target.kind is ShardKind.COLUMN and len(target.slices) > 1:
-        return MergedColumnParallelLinearWithLoRA(base_layer)
-    return _CLASSES[target.kind](base_layer)
+    is_merged = target.kind is ShardKind.COLUMN and len(target.slices) > 1
+    layer = MergedColumnParallelLinearWithLoRA if is_merged else _CLASSES[target.kind]
+    return layer(base_layer, forward_slice)

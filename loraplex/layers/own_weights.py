@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.core import LoraTarget, ShardKind
-from loraplex.kernels.plan import ABSENT, NOT_OF_KERNELS, LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.plan import NOT_OF_KERNELS, LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import LayerOps, LinearWeight
-from loraplex.kernels.slices import SliceLayout, own_weight_shape
+from loraplex.kernels.slices import ABSENT, SliceLayout, own_weight_shape
 
 
 @dataclass(frozen=True, slots=True)

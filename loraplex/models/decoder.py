@@ -11,6 +11,7 @@ gains multiply them in place (layers/lora.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -22,9 +23,10 @@ from torch import Tensor
 from loraplex.core import LoraTarget, Shard
 from loraplex.cpu import CpuUse
 from loraplex.errors import ModelConfigError
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SlotTable, StepBatch
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.kernels.speedup import KernelShapes, measure_speedups
+from loraplex.kernels.step_batch import AttentionPlan, StepBatch
 from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
 from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
 from loraplex.layers.linear import (
@@ -45,6 +47,7 @@ Linear = ParallelLinear | BaseLayerWithLoRA
 Norm = RMSNorm | RMSNormWithLoRA
 
 OWN_LAYERS = "adapters have norms or linears of their own"
+SHARED_INPUTS = "adapters have gains on inputs that linears share"
 """Why layers are run without their capture."""
 
 WHOLE = Shard()
@@ -64,7 +67,7 @@ class _Linears:
         self.bare.append(linear)
         if not self._enable_lora:
             return linear
-        layer = with_lora(linear)
+        layer = with_lora(linear, linear.forward_slice)
         self.wrapped.append(layer)
         return layer
 
@@ -182,7 +185,7 @@ class Decoder:
         self.activation_dtype = setup.activation_dtype
         self._linears = _Linears(enable_lora)
         self._table: SlotTable | None = None
-        self._num_own_steps = 0
+        self._own_steps: Counter[str] = Counter()
         self.embed_tokens = VocabParallelEmbedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, setup, config.tie_word_embeddings
         )
@@ -207,16 +210,20 @@ class Decoder:
         if batch.gate is not None:
             batch.gate.wait_for_layer(self.embed_tokens.target.layer)
         x = self._embedding.forward(batch.token_ids, batch.lora)
-        if self._has_own_layers(batch.lora):
-            self._num_own_steps += 1
+        reason = self._reason_against_capture(batch.lora)
+        if reason is not None:
+            self._own_steps[reason] += 1
             return self._forward_layers(x, rope, kv, batch)
         return self._run_layers(x, rope, kv, batch)
 
-    def _has_own_layers(self, lora: LoraPlan | None) -> bool:
-        """Whether a segment's adapter has norms or linears of its own, which are in no captured step."""
-        if lora is None or self._table is None or not self._table.own_layers:
-            return False
-        return any(segment.lora_slot in self._table.own_layers for segment in lora.segments)
+    def _reason_against_capture(self, lora: LoraPlan | None) -> str | None:
+        """What an adapter of the step has that is in no captured layers; None: nothing."""
+        if lora is None or self._table is None:
+            return None
+        for slots, reason in ((self._table.own_layers, OWN_LAYERS), (self._table.shared_input_slots, SHARED_INPUTS)):
+            if slots and any(segment.lora_slot in slots for segment in lora.segments):
+                return reason
+        return None
 
     def _forward_layers(self, x: Tensor, rope: Rope, kv: Tensor, batch: StepBatch) -> Tensor:
         residual = None
@@ -238,9 +245,8 @@ class Decoder:
     def kernel_fallbacks(self) -> Mapping[str, int]:
         """Calls of operators that stock torch ran because no kernel covered them, by operator and reason."""
         calls = {each.label: each.calls for each in self._ops.fallbacks()}
-        if self._num_own_steps:
-            own = KernelFallback("layers", self._ops.name, OWN_LAYERS, self._num_own_steps)
-            calls[own.label] = own.calls
+        for reason, num_steps in self._own_steps.items():
+            calls[KernelFallback("layers", self._ops.name, reason, num_steps).label] = num_steps
         return calls
 
     def cpu_use(self, use: CpuUse) -> CpuUse:

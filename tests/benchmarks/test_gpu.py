@@ -29,7 +29,8 @@ from benchmarks.gpu.problems import Problem
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, lora_bytes
 from benchmarks.gpu.timing import Ceilings
 from loraplex.adapters.inspect import inspect_adapter
-from loraplex.kernels.plan import LoraSegment, SliceWeights
+from loraplex.kernels.plan import LoraSegment
+from loraplex.kernels.slices import SliceWeights
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.metrics import EngineStats, KernelFallback
 from loraplex.models.config import ModelConfig

@@ -17,9 +17,10 @@ from loraplex.compat import punica_ops
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
-from loraplex.kernels.plan import LoraSegment, SliceWeights
+from loraplex.kernels.plan import LoraSegment
 from loraplex.kernels.protocols import KernelBackend
 from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.slices import SliceWeights
 from tests.kernels.cases import (
     BACKENDS,
     BF16,

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.core import LoraSlice
 from loraplex.errors import EngineError
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
+from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.torch_ops import TorchBackend
 
 FORBIDDEN = (

@@ -17,7 +17,8 @@ from loraplex.engine.batch import BatchBuilder, LoRAMapping
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 from loraplex.engine.step_buffers import HostBuffers
 from loraplex.errors import InvalidRequestError
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceLayout, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import SliceLayout
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.text.processor import NEVER_ACTIVE
 

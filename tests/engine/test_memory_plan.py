@@ -236,6 +236,18 @@ def test_more_graphs_leave_less() -> None:
     assert few - eager > 2 * 11 * (16 << 20)
 
 
+def test_logits_of_added_tokens_are_counted() -> None:
+    """Four times in float32, as the others; without adapters there are none."""
+
+    def reserve(extra: int | None) -> int:
+        lora = None if extra is None else LoRAConfig(lora_extra_vocab_size=extra)
+        return reserve_bytes(EngineConfig(model="m", max_num_seqs=64, lora=lora), llama_8b(), torch.bfloat16)
+
+    assert reserve(1000) - reserve(0) == 4 * 64 * 1000 * 4
+    table_and_graphs = memory_plan.SLOT_TABLE_BYTES + 11 * (16 << 20)
+    assert reserve(0) - reserve(None) == table_and_graphs
+
+
 def test_other_processes_count_and_a_larger_share_gives_more() -> None:
     small = plan_for_gpu(free=40 * GIB).arena.num_bytes
     assert plan_for_gpu(free=41 * GIB).arena.num_bytes - small == pytest.approx(GIB, abs=64 * MIB)

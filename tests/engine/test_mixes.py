@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 LORAS = {"all": "all linears", "rank 64": "rank 64", "q and v": "q and v", "biased": "bias all"}
-KINDS = ("DoRA", "DoRA of q, k, v", "IA3", "IA3 of o", "LoHa")
+KINDS = ("DoRA", "DoRA of q, k, v", "IA3", "IA3 of o", "IA3 of shared inputs", "LoHa")
 
 CAT = {
     "two": (("all", 0.7), ("rank 64", 0.3)),
@@ -41,6 +41,7 @@ ACTIVE = {
     "LoRA, then DoRA": (("all", 0.5), ("DoRA", 1.0)),
     "two DoRAs": (("DoRA of q, k, v", 1.0), ("DoRA", 1.0)),
     "two IA3s": (("IA3", 1.0), ("IA3 of o", 1.0)),
+    "IA3s of shared inputs": (("IA3 of shared inputs", 1.0), ("IA3", 1.0)),
     "LoRA and LoHa": (("all", 0.5), ("LoHa", 0.7)),
     "a LoRA with biases and another": (("biased", 1.0), ("all", 0.5)),
     "another and a DoRA with biases": (("all", 0.5), ("DoRA of q, k, v", 1.0)),
@@ -201,6 +202,7 @@ ORDERED = (
     (("DoRA", 1.0), ("all", 0.5)),
     (("q and v", 2.0), ("DoRA", 1.0)),
     (("IA3 of o", 1.0), ("IA3", 1.0)),
+    (("IA3", 1.0), ("IA3 of shared inputs", 1.0)),
 )
 ROUTES = st.one_of(
     st.just(()),

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from loraplex import LLM, LoRARequest, SamplingParams
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.engine.build import open_disk_tier
 from loraplex.errors import AdapterValidationError
 from loraplex.kernels.checksum import checksum
+from loraplex.layers.linear import ParallelLinear
 from loraplex.memory.weights.disk_cache import DiskRead
 from loraplex.memory.weights.packing import Packer
 from tests.engine.driver import Driver
 from tests.engine.rules_bench import Asked, Bench
+from tests.fixtures import KIND_OPTIONS, ModelZoo
 from tests.kernels.cases import BACKENDS
 from tests.models.paged_runner import load_decoder
 
@@ -79,3 +84,38 @@ def test_the_disk_tier_has_it_for_this_checkpoint_alone(bench: Bench, tmp_path: 
     other = open_disk_tier(config, start()[0])
     assert other is not None
     assert [other.has(digest) for digest in models] == [False, True]
+
+
+def test_an_engine_that_starts_again_computes_no_norms(
+    zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the packed bytes of the one before, and says the same."""
+    from peft import LoraConfig
+
+    base = zoo.base("llama")
+    path = zoo.adapter(base, LoraConfig(**KIND_OPTIONS["DoRA"][1], task_type="CAUSAL_LM"))
+    computed, row_norms = [], ParallelLinear.row_norms
+
+    def counted(self: ParallelLinear, module_name: str, *arguments: Any) -> torch.Tensor:
+        computed.append(module_name)
+        return row_norms(self, module_name, *arguments)
+
+    monkeypatch.setattr(ParallelLinear, "row_norms", counted)
+    said, num_computed = [], []
+    for _ in range(2):
+        with LLM(str(base), max_model_len=64, disk_cache_dir=str(tmp_path / "disk")) as llm:
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            (output,) = llm.generate(
+                [{"prompt_token_ids": [5, 6, 7]}], params, lora_request=LoRARequest("d", 1, str(path))
+            )
+            said.append(output.outputs[0].token_ids)
+            num_computed.append(len(computed))
+            disk = llm.engine.adapters._residency.tiers.disk
+            assert disk is not None
+            end_s = time.monotonic() + 30
+            while disk.stats().num_files == 0 and time.monotonic() < end_s:
+                time.sleep(0.01)
+            assert disk.stats().num_files == 1
+    assert num_computed == [len(set(computed))] * 2
+    assert num_computed[0] > 0
+    assert said[0] == said[1]

@@ -16,7 +16,8 @@ from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.choice import open_library
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import KernelBackend, get_backend
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import SliceWeights
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, FP16: 5e-3, BF16: 3e-2}
@@ -163,12 +164,15 @@ def expected_lora(
 
 
 def expected_input(
-    x: torch.Tensor, segments: Sequence[LoraSegment], adapters: Sequence[Sequence[SliceWeights | None]]
+    x: torch.Tensor,
+    segments: Sequence[LoraSegment],
+    adapters: Sequence[Sequence[SliceWeights | None]],
+    slice_index: int = 0,
 ) -> torch.Tensor:
-    """scale_input of a target of one slice, in float64."""
+    """scale_input of one slice, in float64."""
     out = _wide(x).copy()
     for segment in segments:
-        (weights,) = adapters[segment.lora_slot]
+        weights = adapters[segment.lora_slot][slice_index]
         if weights is not None and weights.input_gain is not None:
             out[segment.start : segment.end] *= 1 + segment.weight * (_wide(weights.input_gain) - 1)
     return torch.from_numpy(out)

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights
+from loraplex.kernels.plan import LoraPlan, LoraSegment
+from loraplex.kernels.slices import SliceWeights
 from tests.kernels.cases import (
     BACKENDS,
     BF16,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loraplex.kernels import torch_attention
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.step_batch import AttentionPlan
 from tests.kernels.cases import (
     BACKENDS,
     BF16,

@@ -16,7 +16,7 @@ import torch
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.choice import best_isa
 from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, load
-from loraplex.kernels.plan import SliceWeights
+from loraplex.kernels.slices import SliceWeights
 from tests.kernels.cases import (
     BACKENDS,
     BF16,
@@ -177,7 +177,7 @@ def test_layouts_are_known_from_shapes_alone(backend: Any, ranks: tuple[int | No
 
 @pytest.mark.parametrize("backend", each_library(), ids=name_of)
 @pytest.mark.parametrize("rank", [None, 5])
-def test_an_input_gain_goes_in_and_comes_out_where_there_is_one_slice(backend: Any, rank: int | None) -> None:
+def test_an_input_gain_goes_in_and_comes_out(backend: Any, rank: int | None) -> None:
     """With nothing else, and behind all that a slice can have."""
     generator = torch.Generator().manual_seed(0)
     target, gain = make_target(37, (130,)), draw_gain(37, generator)
@@ -195,8 +195,18 @@ def test_an_input_gain_goes_in_and_comes_out_where_there_is_one_slice(backend: A
     assert got is not None
     assert same_bits(got.input_gain, gain)
     assert rank is None or same_bits(got.gain, weights.gain)
-    with pytest.raises(AssertionError, match="an input gain in a target of 2 slices"):
-        backend.packed_nbytes((weights, None), FP16)
+    if rank is None:
+        layouts, block = pack(backend, (None, weights, weights), FP16)
+        assert [
+            each and same_bits(each.input_gain, gain) for each in backend.unpack(layouts, 37, (8, 130, 9), block)
+        ] == [
+            None,
+            True,
+            True,
+        ]
+    else:
+        with pytest.raises(AssertionError, match="an input gain beside A and B in a target of 2 slices"):
+            backend.packed_nbytes((weights, None), FP16)
 
 
 def test_layouts_that_differ_have_names_that_differ() -> None:

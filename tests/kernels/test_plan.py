@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.kernels.plan import ABSENT, DTYPE_CODES, LoraPlan, LoraSegment, SliceLayout, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import ABSENT, DTYPE_CODES, SliceLayout
 from tests.kernels.cases import FP32, make_target
 
 SEGMENTS = st.builds(

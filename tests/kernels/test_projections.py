@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from loraplex.core import LoraTarget
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import LoraPlan, LoraSegment, ProjectionsLayout, SliceWeights, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import ProjectionsLayout, SliceWeights
 from tests.kernels.cases import (
     BACKENDS,
     BF16,

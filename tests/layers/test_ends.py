@@ -10,7 +10,8 @@ from torch import Tensor
 
 from loraplex.core import LoraTarget, ShardKind
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import SliceWeights
 from loraplex.layers.common import LayerSetup, RMSNorm
 from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
 from loraplex.layers.linear import ColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding

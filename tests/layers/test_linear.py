@@ -188,6 +188,30 @@ def test_bare_and_wrapped_layers_are_called_alike(kind: str) -> None:
         bare.forward(x, LoraPlan.build([LoraSegment(0, 5, 0)], 5, capacity=1))
 
 
+@pytest.mark.parametrize("head_dim", [8, 16], ids=["cut inside a panel", "cut between panels"])
+@pytest.mark.parametrize(
+    ("backend", "quantization"),
+    [
+        ("reference", None),
+        ("torch", None),
+        pytest.param("native", None, marks=needs_native),
+        pytest.param("native", "int8", marks=needs_native),
+    ],
+)
+def test_one_slice_alone_has_the_columns_of_all(backend: str, quantization: str | None, head_dim: int) -> None:
+    setup = LayerSetup(get_backend(backend, CPU), torch.float32, CPU, quantization=quantization)
+    layer = QKVParallelLinear("qkv", 0, HIDDEN, head_dim, 3, 1, ("q", "k", "v"), True, setup)
+    fill(layer, random_checkpoint(list(layer.weight_parts())))
+    layer.prepare()
+    x = torch.randn(5, HIDDEN)
+    whole = layer.forward(x)
+    for index, s in enumerate(layer.target.slices):
+        part, columns = layer.forward_slice(x, index), whole[:, s.out_offset : s.out_offset + s.out_features]
+        torch.testing.assert_close(part, columns)
+        if backend == "native":
+            assert torch.equal(part, columns)
+
+
 def test_base_bias_is_this_ranks_part() -> None:
     layer = make("qkv2", setup_of(1, 2), True)
     checkpoint = random_checkpoint(list(layer.weight_parts()))

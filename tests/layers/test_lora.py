@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights
+from loraplex.kernels.plan import LoraPlan, LoraSegment
+from loraplex.kernels.slices import SliceWeights
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.layers.lora import (
     BaseLayerWithLoRA,
@@ -45,6 +46,10 @@ class PlainLinear:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.T
+
+    def forward_slice(self, x: torch.Tensor, slice_index: int) -> torch.Tensor:
+        s = self.target.slices[slice_index]
+        return x @ self.weight[s.out_offset : s.out_offset + s.out_features].T
 
 
 def make_base(kind: ShardKind, full: list[int], size: int = 1, in_features: int = IN) -> PlainLinear:
@@ -135,6 +140,49 @@ def test_gains_multiply_outputs_and_in_a_layer_of_one_slice_inputs(
         assert same_bits(given[t], x[t])
     for t in (0, 6):
         assert same_bits(got[t], base.forward(x)[t])
+
+
+@each_backend
+@pytest.mark.parametrize("cuts_slices", [False, True])
+@pytest.mark.parametrize(("kind", "full"), [(kind, full) for kind, full, _ in KINDS if len(full) > 1], ids=str)
+def test_gains_on_a_shared_input_are_each_slices_own(
+    backend: Any, kind: ShardKind, full: list[int], cuts_slices: bool
+) -> None:
+    """Beside output gains and biases, on rows of two such adapters, beside a LoRA; all other rows keep their bits, and
+    the input too."""
+    generator = torch.Generator().manual_seed(3)
+    base = make_base(kind, full)
+    plain = make_weights(base.target, [4] * len(full), FP32, True, generator)
+
+    def ia3(*has_input_gain: bool) -> tuple[SliceWeights | None, ...]:
+        gains = [draw_gain(IN if of_input else n, generator) for of_input, n in zip(has_input_gain, full, strict=True)]
+        return tuple(
+            SliceWeights(None, None, None, 1.0, **{"input_gain" if of_input else "gain": gain})
+            for of_input, gain in zip(has_input_gain, gains, strict=True)
+        )
+
+    adapters = [ia3(*(i > 0 for i in range(len(full)))), plain, ia3(*(True for _ in full))]
+    table = make_table(base.target, adapters, FP32, backend)
+    assert table.shared_input_slots == {0, 2}
+    layer = with_lora(base, base.forward_slice if cuts_slices else None)
+    layer.set_lora_info(table, backend)
+    x = torch.randn(TOKENS, IN, generator=generator)
+    without = [LoraSegment(3, 4, 1)]
+    segments = [LoraSegment(1, 3, 0, 0.5), *without, LoraSegment(4, 6, 2), LoraSegment(5, 6, 0)]
+    given = x.clone()
+    got = layer.forward(given, LoraPlan.build(segments, TOKENS, 4))
+    assert same_bits(given, x)
+    product = base.forward(x)
+    for index, s in enumerate(base.target.slices):
+        columns = slice(s.out_offset, s.out_offset + s.out_features)
+        product[:, columns] = base.forward(expected_input(x, segments, adapters, index).float())[:, columns]
+    assert_close(got, expected_lora(product, x, segments, adapters, base.target.slices))
+    expected = layer.forward(x, LoraPlan.build(without, TOKENS, 4))
+    for t in (0, 3, 6):
+        assert same_bits(got[t], expected[t])
+    table.clear_slot(0)
+    table.clear_slot(2)
+    assert not table.shared_input_slots
 
 
 def test_inputs_are_left_alone_until_an_adapter_has_an_input_gain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
-from loraplex.kernels.plan import SliceWeights
+from loraplex.kernels.slices import SliceWeights
 from tests.memory.rig import TARGETS, make_model
 
 

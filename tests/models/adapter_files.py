@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import SliceWeights, SlotTable, align
+from loraplex.kernels.plan import SlotTable
+from loraplex.kernels.slices import SliceWeights, align
 
 
 def pack_adapter(adapter: Path, table: SlotTable, backend: KernelBackend, lora_slot: int, start: int) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from loraplex.kernels.ops import get_backend
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, StepBatch
+from loraplex.kernels.plan import LoraPlan
+from loraplex.kernels.step_batch import AttentionPlan, StepBatch
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.kernels.ops import KernelBackend, get_backend
-from loraplex.kernels.plan import SliceWeights
+from loraplex.kernels.slices import SliceWeights
 from loraplex.memory.weights.packing import Packer
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.step_batch import AttentionPlan
 
 KV_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Dtype of the KV cache -> csrc/api.h's Format."""

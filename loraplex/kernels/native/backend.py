@@ -29,19 +29,14 @@ from loraplex.kernels.native.linear import (
     linear,
     pack_linear,
     pack_panels,
+    panel_rows,
     panel_shape,
     row_norms,
 )
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
-from loraplex.kernels.plan import (
-    AttentionPlan,
-    LayersForward,
-    LoraPlan,
-    ProjectionsLayout,
-    SliceLayout,
-    SliceWeights,
-    SlotTable,
-)
+from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
+from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.metrics import KernelFallback
@@ -165,10 +160,10 @@ class NativeBackend(TorchBackend):
             return self._recorder.add_lora(y, x, table, first_row, slices)
         lora.add_lora(self.library, y, x, plan, table, first_row, slices, self.num_threads)
 
-    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         if self._recorder is not None:
-            return self._recorder.scale_input(x, table, first_row)
-        lora.scale_input(self.library, x, plan, table, first_row, self.num_threads)
+            return self._recorder.scale_input(x, table, row)
+        lora.scale_input(self.library, x, plan, table, row, self.num_threads)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
         dtype = torch.int8 if quantization == "int8" else weight.dtype
@@ -186,6 +181,11 @@ class NativeBackend(TorchBackend):
         if self._recorder is not None:
             return self._recorder.linear(x, weight, bias)
         return linear(self.library, x, weight, bias, self.num_threads)
+
+    def linear_rows(self, weight: Any, first: int, last: int) -> Any:
+        if not isinstance(weight, PanelWeight):
+            return super().linear_rows(weight, first, last)
+        return panel_rows(weight, first, last)
 
     def embeds_prepared(self, quantization: str | None) -> bool:
         return quantization is None

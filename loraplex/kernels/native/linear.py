@@ -70,6 +70,15 @@ def panel_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
     return -(-out_features // PANEL), in_features, PANEL
 
 
+def panel_rows(weight: PanelWeight, first: int, last: int) -> PanelWeight | None:
+    """Rows [first, last) of a weight [out, in], over the same memory; None where they do not begin with a panel."""
+    if first % PANEL:
+        return None
+    scale = None if weight.scale is None else weight.scale[first:last]
+    panels = weight.panels[first // PANEL : -(-last // PANEL)]
+    return PanelWeight.over(panels, scale, last - first, weight.in_features)
+
+
 def pack_panels(library: NativeLibrary, weight: torch.Tensor, panels: torch.Tensor) -> None:
     """Pack `weight` [out, in] into panels of its dtype, on the calling thread."""
     assert weight.dtype == panels.dtype, (weight.dtype, panels.dtype)

@@ -12,17 +12,9 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.plan import (
-    ABSENT,
-    DTYPE_CODES,
-    LoraPlan,
-    ProjectionsLayout,
-    SliceLayout,
-    SliceWeights,
-    SlotTable,
-    align,
-)
+from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.reference import check_input_gains, check_rows, copy_scales, unpack_gains, unpack_scales
+from loraplex.kernels.slices import ABSENT, DTYPE_CODES, ProjectionsLayout, SliceLayout, SliceWeights, align
 
 PART_WIDTH = 8
 """Columns of A and B are rounded up to this."""
@@ -56,7 +48,7 @@ def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[Slic
     """(bytes of the block, where each slice lies in it). The A's of all slices are one part, at one offset; scales are
     behind all that csrc/lora_pack.cpp writes.
 
-    An input gain beside other slices is an AssertionError.
+    An input gain beside A and B where there are other slices is an AssertionError.
     """
     check_input_gains(slices)
     in_features = 0
@@ -305,11 +297,12 @@ def add_lora(
 
 
 def scale_input(
-    library: NativeLibrary, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int, num_threads: int
+    library: NativeLibrary, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int, num_threads: int
 ) -> None:
     """As KernelBackend.scale_input. x [T, in] float32, its rows dense."""
     check_rows(x, x, plan)
-    rows = table_rows(table, first_row, x.shape[1], table.target_at(first_row).slices)
+    first_row, index = table.place_of(row)
+    rows = table_rows(table, row, x.shape[1], table.target_at(first_row).slices[index:])
     segments = segments_of(plan, table)
     assert x.dtype == torch.float32
     assert x.stride(1) == 1
@@ -334,7 +327,7 @@ def add_rows(
 
 
 def table_rows(table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> TableRows:
-    """Made once per target and kept in the table."""
+    """Made once per target, or slice and those behind it, and kept in the table."""
     rows: TableRows | None = table.scratch.get(first_row)
     if rows is None:
         rows = table.scratch[first_row] = TableRows.of(table, first_row, in_features, slices)

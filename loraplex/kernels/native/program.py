@@ -26,7 +26,9 @@ from loraplex.kernels.native.attention import NO_WINDOW, attention_step, kv_layo
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PanelWeight
 from loraplex.kernels.native.lora import TableRows, segments_of, table_rows
-from loraplex.kernels.plan import ALIGNMENT, LayersForward, SlotTable, StepBatch, align
+from loraplex.kernels.plan import SlotTable
+from loraplex.kernels.slices import ALIGNMENT, align
+from loraplex.kernels.step_batch import LayersForward, StepBatch
 
 OPERATORS = (
     *("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul"),

@@ -17,7 +17,9 @@ from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotar
 from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import linear, pack_linear, row_norms
-from loraplex.kernels.plan import DTYPE_CODES, AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable, StepBatch
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import DTYPE_CODES, SliceWeights
+from loraplex.kernels.step_batch import AttentionPlan, StepBatch
 from loraplex.kernels.token_ranking import WeightRule
 
 Case = Callable[[NativeLibrary], tuple[torch.Tensor, ...]]

@@ -21,7 +21,7 @@ import triton
 from numpy.typing import NDArray
 
 from loraplex.kernels.device_copies import upload
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.triton.attention_kernels import (
     MAX_SPLITS,
     MIN_SPLIT,

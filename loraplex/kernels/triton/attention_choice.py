@@ -17,7 +17,7 @@ import torch
 
 from loraplex.errors import ConfigError
 from loraplex.kernels.device_copies import upload
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.triton.attention import paged_attention, paged_attention_gap
 from loraplex.kernels.triton.flash_attention import flash_attention_gap
 from loraplex.kernels.triton.launch import Launcher

@@ -14,8 +14,9 @@ import torch
 from loraplex.core import LoraSlice
 from loraplex.errors import ConfigError, EngineError
 from loraplex.kernels.fallbacks import FallbackCounter
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
+from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton import attention, glue, nucleus
@@ -131,12 +132,12 @@ class TritonBackend(GpuPacking, TorchBackend):
         fused = self._is_lora_fused
         add_lora(self.launcher, self.lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
 
-    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         gap = scale_input_gap(x)
         if gap is not None:
             self._fall_back("scale_input", gap)
-            return super().scale_input(x, plan, table, first_row)
-        scale_input(self.launcher, x, plan, table, first_row)
+            return super().scale_input(x, plan, table, row)
+        scale_input(self.launcher, x, plan, table, row)
 
     def lora_gap(self, dtypes: Set[torch.dtype], num_block_dtypes: int = 1) -> str | None:
         """Why `add_lora` would leave rows and blocks of these dtypes to stock torch; None: it runs them."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.step_batch import AttentionPlan
 
 MODULE = "flash_attn_interface"
 MOST_DIMS = 256

@@ -21,7 +21,7 @@ NUMBERS = 4096
 
 
 @triton.jit(
-    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize=["tile_room", "row", "num_slots"],
     do_not_specialize_on_alignment=["tiles", "input_gain_addr"],
 )
 def scale_input_kernel(
@@ -30,7 +30,7 @@ def scale_input_kernel(
     tiles,
     tile_room,
     input_gain_addr,
-    first_row,
+    row,
     num_slots,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -49,7 +49,7 @@ def scale_input_kernel(
         member = tile + link
         slot = tl.load(tiles + 2 * tile_room + member)
         weight = tl.load(tiles + 4 * tile_room + member).to(tl.float32, bitcast=True)
-        address = tl.load(input_gain_addr + first_row * num_slots + slot)
+        address = tl.load(input_gain_addr + row * num_slots + slot)
         if address != 0:
             touched = 1
             gain = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
@@ -69,7 +69,7 @@ def scale_input_gap(x: torch.Tensor) -> str | None:
     return None
 
 
-def scale_input(launcher: Launcher, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+def scale_input(launcher: Launcher, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
     """As KernelBackend.scale_input. The grid of a decode step depends on its padded size alone."""
     check_rows(x, x, plan)
     found = plan.cut_tiles()
@@ -80,6 +80,6 @@ def scale_input(launcher: Launcher, x: torch.Tensor, plan: LoraPlan, table: Slot
         block_k = min(NUMBERS // block_m, triton.next_power_of_2(x.shape[1]))
         launcher.launch(
             scale_input_kernel, (triton.cdiv(x.shape[1], block_k), count),
-            x, x.stride(0), tiles, tiles.shape[1], table.input_gain_addr, first_row, table.capacity,
+            x, x.stride(0), tiles, tiles.shape[1], table.input_gain_addr, row, table.capacity,
             IN=x.shape[1], BLOCK_M=block_m, BLOCK_K=block_k,
         )  # fmt: skip

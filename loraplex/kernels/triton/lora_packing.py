@@ -20,8 +20,8 @@ from dataclasses import replace
 import torch
 
 from loraplex.kernels import reference
-from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align
 from loraplex.kernels.reference import StockPacking
+from loraplex.kernels.slices import ABSENT, SliceLayout, SliceWeights, align
 
 LARGEST = 127
 

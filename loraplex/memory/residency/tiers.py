@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from loraplex.core import Tier
 from loraplex.kernels.checksum import Checksums
-from loraplex.kernels.plan import SlotImage, SlotTable
+from loraplex.kernels.plan import SlotTable
+from loraplex.kernels.slices import SlotImage
 from loraplex.memory.eviction.budget import Budget, HostCache
 from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Place, StoredWeights

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from loraplex.kernels.plan import ALIGNMENT
+from loraplex.kernels.slices import ALIGNMENT
 
 POISON = 0xFF
 """The byte of poisoned memory: all ones is NaN in float32, float16 and bfloat16."""
@@ -84,6 +84,8 @@ class Arena:
         self.memory = torch.empty(self.num_chunks * chunk_bytes, dtype=torch.uint8, device=self.device)
         assert self.memory.data_ptr() % ALIGNMENT == 0, "the allocator of this device aligns to less than 64 bytes"
         self._unpin = pin(self.memory) if is_pinned else None
+        if self.device.type == "cpu" and not is_pinned:
+            advise_huge_pages(self.memory.data_ptr(), self.memory.numel())
         self._limits = dict(limits or {})
         assert sum(limit.floor for limit in self._limits.values()) <= self.num_chunks, "the floors exceed the arena"
         self._owners: list[Owner | None] = [None] * self.num_chunks
@@ -307,13 +309,28 @@ def release_pages(address: int, nbytes: int) -> int:
     """
     if not sys.platform.startswith("linux"):
         return 0
+    start, length = _whole_pages(address, nbytes)
+    return length if length > 0 and _madvise(start, length, mmap.MADV_DONTNEED) else 0
+
+
+def advise_huge_pages(address: int, nbytes: int) -> bool:
+    """Ask for pages of 2 MiB inside [address, address + nbytes), where the system has them: kernels read adapters and
+    keys as streams, which stop at each page that its tables are walked for. False where it does not know them."""
+    if not sys.platform.startswith("linux"):
+        return False
+    start, length = _whole_pages(address, nbytes)
+    return length > 0 and _madvise(start, length, mmap.MADV_HUGEPAGE)
+
+
+def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """(where the first whole page begins, bytes of all of them)"""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    if length <= 0:
-        return 0
+    return start, max(0, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start)
+
+
+def _madvise(start: int, length: int, advice: int) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
-    is_refused = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
-    return 0 if is_refused else length
+    return not libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
 
 
 # ------------------------------------------------------------------------------------------------------------- pinning

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loraplex.kernels.plan import align
+from loraplex.kernels.slices import align
 from loraplex.memory.space.arena import Arena, Extent, Owner
 from loraplex.memory.space.space import Range, Space
 

@@ -10,7 +10,7 @@ import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 
-from loraplex.kernels.plan import ALIGNMENT
+from loraplex.kernels.slices import ALIGNMENT
 from loraplex.memory.space.arena import POISON, Arena, Extent, Owner
 
 Range = tuple[int, int]

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.errors import ConfigError
-from loraplex.kernels.plan import SliceWeights
+from loraplex.kernels.slices import SliceWeights
 from loraplex.memory.weights.packing import PackedLayout, Packer
 
 COMPRESSIONS = ("none", "lossless", "int8")

@@ -38,7 +38,7 @@ import torch
 from loraplex.adapters.regular_file import transfer
 from loraplex.config import MAX_CONTEXT_FACTOR
 from loraplex.kernels.checksum import Checksums
-from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, ProjectionsLayout, SliceLayout
+from loraplex.kernels.slices import ABSENT, ALIGNMENT, DTYPE_CODES, ProjectionsLayout, SliceLayout
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout
 
 MAGIC = b"loraplex"

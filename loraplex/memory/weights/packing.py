@@ -27,8 +27,8 @@ import torch
 from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel, Projections
 from loraplex.core import LoraTarget, ShardKind
 from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora_a, shard_lora_b, shard_weight
-from loraplex.kernels.plan import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.kernels.protocols import AdapterPacking
+from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.memory.weights.own_packing import OwnPacking
 from loraplex.memory.weights.vocabulary import BaseRows, Ends, fitted
 from loraplex.memory.weights.vocabulary import UnfitWeightsError as UnfitWeightsError
@@ -322,11 +322,11 @@ class Packer:
                 raise ValueError(f"{name} has no rows for a vocabulary of {vocab_size} tokens")
 
     def _shapes_of(self, block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
-        """Tensors without memory from which `block` could be packed. ValueError: another number of slices, or a gain on
-        an input that several have."""
+        """Tensors without memory from which `block` could be packed. ValueError: another number of slices, or A and B
+        beside a gain on an input that several have."""
         pairs = list(zip(target.slices, block.layouts, strict=True))
-        if len(pairs) > 1 and any(layout is not None and layout.input_gain_offset != ABSENT for _, layout in pairs):
-            raise ValueError(f"a gain on the input of {target.name}")
+        if len(pairs) > 1 and any(each and each.rank and each.input_gain_offset != ABSENT for _, each in pairs):
+            raise ValueError(f"A and B beside a gain on the input of {target.name}")
         return [
             None
             if layout is None
@@ -380,7 +380,7 @@ class Packer:
         if layer.gain is not None:
             gain = shard_gain(target, index, layer.gain).float()
         if layer.input_gain is not None:
-            input_gain = _input_gain(target, index, layer.input_gain)
+            input_gain = shard_input_gain(target, index, layer.input_gain).float()
         bias = self._additive_bias(layer, target, index, dora_gain)
         scales = layer.rank_scale, None if layer.out_scale is None else shard_gain(target, index, layer.out_scale)
         slice_weights = SliceWeights(
@@ -440,19 +440,8 @@ def _dora_gain(layer: LoRALayerWeights, magnitude: torch.Tensor, norms: torch.Te
     return gain
 
 
-def _input_gain(target: LoraTarget, index: int, input_gain: torch.Tensor) -> torch.Tensor:
-    if len(target.slices) > 1:
-        names = ", ".join(s.module_name.rpartition(".")[2] for s in target.slices)
-        raise UnfitWeightsError(
-            f"{target.slices[index].module_name}: it has a gain on its inputs, and {names} read one input here; train "
-            "with feedforward_modules of o_proj and down_proj alone"
-        )
-    return shard_input_gain(target, index, input_gain).float()
-
-
 def _gain_widths(target: LoraTarget) -> list[int]:
-    outputs = [s.out_features for s in target.slices]
-    return outputs if len(outputs) > 1 else [*outputs, target.in_features]
+    return [target.in_features, *(s.out_features for s in target.slices)]
 
 
 def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:

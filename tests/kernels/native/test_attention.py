@@ -17,8 +17,8 @@ from loraplex.kernels.native import library
 from loraplex.kernels.native.attention import kv_layout_gap
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.step_batch import AttentionPlan
 from tests.kernels.cases import BF16, FP16, FP32, NATIVE, POISON, assert_close, case_id, pairwise, same_bits
 from tests.kernels.test_attention import BATCHES, LAYER, check, draw, fill, make_plan, poisoned_kv
 

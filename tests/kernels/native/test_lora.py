@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights
+from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.slices import SliceWeights
 from tests.kernels.cases import (
     BF16,
     FP16,

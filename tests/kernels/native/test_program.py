@@ -11,7 +11,8 @@ from torch import Tensor
 
 from loraplex.kernels.native.program import LEAST_ROWS, OPERATORS, StepProgram, Workspace
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable, StepBatch
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.step_batch import StepBatch
 from loraplex.models.decoder import Decoder
 from tests.fixtures import VOCAB_SIZE, ModelZoo
 from tests.kernels.cases import BF16, draw_gain, make_weights

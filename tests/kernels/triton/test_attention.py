@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.triton import attention
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import A100, H100, GpuTarget, TritonLauncher

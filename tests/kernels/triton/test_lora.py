@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import SliceWeights
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import H100, TritonLauncher
 from loraplex.kernels.triton.workspace import Workspace

@@ -13,7 +13,7 @@ from loraplex.config import LoRAConfig
 from loraplex.errors import ConfigError
 from loraplex.kernels.checksum import checksum
 from loraplex.kernels.ops import get_backend
-from loraplex.kernels.plan import SliceWeights
+from loraplex.kernels.slices import SliceWeights
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.lora_packing import dequantize, quantize
 from loraplex.memory.weights.compression import get_compression
@@ -88,7 +88,7 @@ def test_int8_comes_back_to_the_byte(ranks: Any, has_bias: bool, has_gain: bool)
 
 
 @pytest.mark.parametrize("block_dtype", [INT8, FP16, None], ids=str)
-def test_an_input_gain_is_float32_behind_the_rest_where_there_is_one_slice(block_dtype: torch.dtype | None) -> None:
+def test_an_input_gain_is_float32_behind_the_rest(block_dtype: torch.dtype | None) -> None:
     generator = torch.Generator().manual_seed(0)
     (weights,) = make_weights(make_target(37, (130,)), (5,), FP32, True, generator, True)
     assert weights is not None
@@ -99,7 +99,7 @@ def test_an_input_gain_is_float32_behind_the_rest_where_there_is_one_slice(block
     assert got is not None
     assert same_bits(got.gain, weights.gain)
     assert same_bits(got.input_gain, weights.input_gain)
-    with pytest.raises(AssertionError, match="an input gain in a target of 2 slices"):
+    with pytest.raises(AssertionError, match="an input gain beside A and B in a target of 2 slices"):
         backend.packed_layouts((None, weights), FP16)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as HypothesisBundle
 from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from loraplex.kernels.plan import ALIGNMENT
+from loraplex.kernels.slices import ALIGNMENT
 from loraplex.memory.space.arena import POISON, Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
 
@@ -28,6 +30,33 @@ def test_the_arena_rounds_up_to_chunks_and_is_aligned() -> None:
     assert (arena.num_chunks, arena.num_bytes, arena.memory.numel()) == (2, 2 * CHUNK, 2 * CHUNK)
     assert arena.memory.dtype == torch.uint8
     assert arena.memory.data_ptr() % ALIGNMENT == 0
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def flags_at(address: int) -> list[str]:
+    """What the system notes of the mapping that an address lies in."""
+    flags: list[str] = []
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if not head.endswith(":"):
+            first, last = (int(end, 16) for end in head.split("-"))
+            is_here = first <= address < last
+        elif is_here and head == "VmFlags:":
+            flags = line.split()[1:]
+    return flags
+
+
+@pytest.mark.skipif(not (sys.platform.startswith("linux") and HUGE_PAGES.is_dir()), reason="no huge pages here")
+def test_the_memory_of_a_cpu_is_to_have_huge_pages_and_that_for_a_gpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.memory.space.arena.pin", lambda memory: None)
+    size = 64 << 20
+    arenas = [Arena(size, 1 << 20, "cpu", is_pinned=is_pinned) for is_pinned in (False, True)]
+    found = [flags_at(arena.memory.data_ptr() + size // 2) for arena in arenas]
+    assert ["hg" in flags for flags in found] == [True, False]
+    assert all("wr" in flags for flags in found)
 
 
 @pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(0, CHUNK), (CHUNK, 0), (CHUNK, 100)])

@@ -13,7 +13,7 @@ from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import KernelBackend, get_backend
-from loraplex.kernels.plan import SliceLayout
+from loraplex.kernels.slices import SliceLayout
 from loraplex.memory.weights.compression import COMPRESSIONS, Int8Compression, LosslessCompression, get_compression
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout, Packer
 from tests.kernels.cases import BACKENDS as KERNELS

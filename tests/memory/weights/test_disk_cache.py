@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from loraplex.kernels.checksum import checksum
 from loraplex.kernels.ops import get_backend
-from loraplex.kernels.plan import ABSENT, DTYPE_CODES, SliceLayout
+from loraplex.kernels.slices import ABSENT, DTYPE_CODES, SliceLayout
 from loraplex.memory.weights import disk_cache, disk_file
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.weights.disk_file import DamagedFileError, parse_layout

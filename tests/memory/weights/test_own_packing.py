@@ -13,8 +13,9 @@ from torch import Tensor
 from loraplex.adapters.format import LongContext
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraSlice, LoraTarget, ShardKind
-from loraplex.kernels.plan import ABSENT, SliceWeights, SlotTable
+from loraplex.kernels.plan import SlotTable
 from loraplex.kernels.protocols import AdapterPacking
+from loraplex.kernels.slices import ABSENT, SliceWeights
 from loraplex.kernels.triton.lora_packing import GpuPacking
 from loraplex.memory.weights.compression import Int8Compression
 from loraplex.memory.weights.disk_file import DamagedFileError, encode_header, parse_layout

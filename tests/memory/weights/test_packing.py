@@ -13,8 +13,9 @@ from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget, Shard, ShardKind
 from loraplex.distributed import shard_bias, shard_columns, shard_rows
 from loraplex.kernels.ops import KernelBackend, get_backend
-from loraplex.kernels.plan import ABSENT, LoraPlan, LoraSegment, SliceWeights, SlotTable
-from loraplex.memory.weights.packing import BaseWeights, PackedLayout, Packer, UnfitWeightsError
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.slices import ABSENT, SliceWeights
+from loraplex.memory.weights.packing import BaseWeights, Mixing, PackedLayout, Packer, UnfitWeightsError
 from tests.kernels.cases import BACKENDS as KERNELS
 from tests.memory.gains import applied, make_dora, make_ia3
 from tests.memory.rig import (
@@ -479,11 +480,28 @@ def test_a_gain_that_is_not_finite_is_refused_by_name(what: str) -> None:
         slices_of(replace(model, layers=layers), base=FakeBase(BASE_BIAS, weights))
 
 
-def test_a_gain_on_an_input_of_several_modules_is_refused_by_name() -> None:
-    packer = Packer(TARGETS, KERNELS[0], torch.float32, BASE)
-    name = TARGETS[0].slices[1].module_name
-    with pytest.raises(UnfitWeightsError, match=f"^{name}: .*q_proj, k_proj, v_proj read one input"):
-        packer.lay_out(make_ia3("content", ("k_proj",)))
+@each_gain_backend
+def test_gains_on_an_input_of_several_modules_are_each_modules_own(backend: KernelBackend) -> None:
+    """Its layout counts as that of an IA3; A and B beside such a gain are no layout of this model."""
+    model = make_ia3("content", ("k_proj", "v_proj"))
+    names = [s.module_name for s in TARGETS[0].slices]
+    found = slices_of(model, backend=backend)
+    for name in names:
+        given, got = model.layers[name], found[name]
+        for field in ("gain", "input_gain"):
+            vector = getattr(given, field)
+            assert (getattr(got, field) is None) == (vector is None)
+            assert vector is None or torch.equal(getattr(got, field), vector)
+    assert [found[name].input_gain is None for name in names] == [True, False, False]
+    packer = Packer(TARGETS, backend, torch.float32, BASE)
+    layout = packer.lay_out(model)
+    assert layout.mixing is Mixing.PRODUCT
+    first, *blocks = layout.blocks
+    q, k, v = first.layouts
+    assert k is not None
+    wrong = replace(first, layouts=(q, replace(k, a_offset=0, b_offset=64, rank=1), v))
+    with pytest.raises(ValueError, match="A and B beside a gain on the input of"):
+        packer.check_layout(replace(layout, blocks=(wrong, *blocks)))
 
 
 @pytest.mark.parametrize(

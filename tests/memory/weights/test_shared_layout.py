@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import ABSENT
+from loraplex.kernels.slices import ABSENT
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.disk_file import DamagedFileError, _encode_layout, parse_layout
 from loraplex.memory.weights.packing import PackedLayout, Packer
