@@ -2,12 +2,13 @@
 //
 //   y[t, slice] += weight * scale * out_scale * ((rank_scale * (x[t] A^T)) B^T)
 //
-// A [in][rank], its width rounded up to 8 with zeros and a vector of them behind the last row; B in panels of kLoraPanel
-// columns [rank][kLoraPanel], the last one filled up with zeros. So a linear with fewer inputs or outputs than the widest
-// one reads the beginning of either. At scales_addr: rank_scale [rank], out_scale [out] on the next multiple of 64 bytes.
+// A [in][rank], its width rounded up to 8 with zeros and a vector of them behind the last row; B in panels of
+// kLoraPanel columns [rank][kLoraPanel], the last one filled up with zeros. So a linear with fewer inputs or outputs
+// than the widest one reads the beginning of either. At scales_addr: rank_scale [rank], out_scale [out] on the next
+// multiple of 64 bytes.
 //
-// Rows side by side that share their projections are one product, whatever their slots: A and B are read once for all of
-// them, and for all slices of a linear x A^T is the same.
+// Rows side by side that share their projections are one product, whatever their slots: A and B are read once for
+// all of them, and for all slices of a linear x A^T is the same.
 //
 // BATCH INVARIANCE. As in lora.cpp: a chain over k, one over the rank, then y = fma(weight * scale * out_scale, d, y).
 #pragma once
