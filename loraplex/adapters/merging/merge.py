@@ -167,7 +167,7 @@ def _work_bytes(module: MergedModule, outlines: Sequence[Outline], wish: MergeWi
     if wish.combination.is_svd and (
         wish.combination is not Combination.SVD or wish.svd_clamp or _is_full(module, total_rank)
     ):
-        return 4 * (3 * num + 4) * width * height + 16 * min(width, height) ** 2
+        return 4 * (num + 9) * width * height + 16 * min(width, height) ** 2
     return 4 * 8 * total_rank * (width + height)
 
 
@@ -208,8 +208,13 @@ def run_merge(
     generator = torch.Generator().manual_seed(wish.seed or 0)
     for done, module in enumerate(plan.modules, len(models)):
         begin(done)
-        lora_a, lora_b = combine(tuple(_parts(module, models, wish)), wish, module.rank, generator)
-        _check_finite(module.name, lora_a, lora_b)
+        parts = tuple(_parts(module, models, wish))
+        try:
+            lora_a, lora_b = combine(parts, wish, module.rank, generator)
+        except OverflowError as error:
+            raise _too_large(module.name) from error
+        if not is_finite(lora_a) or not is_finite(lora_b):
+            raise _too_large(module.name)
         factors[module.name] = lora_a, lora_b, 1.0
     begin(total)
     base = plan.outlines[0].helper.base_model_name
@@ -224,10 +229,9 @@ def _parts(module: MergedModule, models: Sequence[LoRAModel], wish: MergeWish) -
         yield Part(layer.lora_a.float(), layer.lora_b.float(), layer.scaling, wish.adapters[number][1])
 
 
-def _check_finite(name: str, *tensors: torch.Tensor) -> None:
-    if not all(map(is_finite, tensors)):
-        reason = f"{name}: the result does not fit in float32; the weights of the adapters are too large"
-        raise AdapterValidationError.from_reasons("merged", [reason])
+def _too_large(name: str) -> AdapterValidationError:
+    reason = f"{name}: the result does not fit in float32; the weights of the adapters are too large"
+    return AdapterValidationError.from_reasons("merged", [reason])
 
 
 def _described(plan: MergePlan, models: Sequence[LoRAModel]) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from loraplex.adapters.merging import combine
 from loraplex.adapters.merging.merge import plan_merge, run_merge
 from loraplex.adapters.merging.outline import Origin
 from loraplex.adapters.merging.wish import MergeWish
@@ -169,6 +170,38 @@ def test_products_equal_pefts(saved: Path, tmp_path: Path, wish: MergeWish) -> N
         torch.testing.assert_close(found, wanted, atol=2e-5 * wanted.abs().max().item(), rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(200, 320), (320, 200)], ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.4, 2.0])
+@pytest.mark.parametrize("num_ranks", [1, 3, 6, 7])
+def testmain_directions_are_those_of_the_whole_decomposition(
+    shape: tuple[int, int], decay: float, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where singular values are close together, far apart, or none."""
+    calls, whole = [], combine.all_directions
+    monkeypatch.setattr(combine, "all_directions", lambda delta, rank: calls.append(rank) or whole(delta, rank))
+    generator = torch.Generator().manual_seed(num_ranks)
+    left, right = (torch.randn(side, 6, dtype=torch.float64, generator=generator) for side in shape)
+    noise = torch.randn(shape, dtype=torch.float64, generator=generator) * 1e-3
+    delta = (left * torch.exp(-decay * torch.arange(6.0))) @ right.T + (noise if num_ranks < 6 else 0)
+    lora_a, lora_b = combine.main_directions(delta.float(), num_ranks)
+    assert (lora_a.shape, lora_b.shape) == ((num_ranks, shape[1]), (shape[0], num_ranks))
+    wanted_b, values, wanted_a = torch.linalg.svd(delta, full_matrices=False)
+    wanted = wanted_b[:, :num_ranks] * values[:num_ranks] @ wanted_a[:num_ranks]
+    torch.testing.assert_close(lora_b.double() @ lora_a.double(), wanted, atol=3e-7 * wanted.abs().max().item(), rtol=0)
+    assert not calls
+
+
+def test_directions_that_do_not_stand_out_take_a_whole_decomposition() -> None:
+    delta = torch.randn(200, 260, generator=torch.Generator().manual_seed(0))
+    for each in (delta, torch.eye(200), delta * 1e-30, torch.zeros(200, 260)):
+        lora_a, lora_b = combine.main_directions(each, 5)
+        left, values, right = torch.linalg.svd(each.double(), full_matrices=False)
+        if each is delta:
+            wanted = (left[:, :5] * values[:5] @ right[:5]).float()
+            torch.testing.assert_close(lora_b @ lora_a, wanted, atol=2e-5 * wanted.abs().max().item(), rtol=0)
+        assert (lora_b @ lora_a - each).norm().item() <= values[5:].norm().item() * 1.00001
+
+
 def test_the_result_says_what_it_is_made_of_and_has_no_needless_rank(saved: Path, tmp_path: Path) -> None:
     out = merged(saved, tmp_path / "out", wish_of("cat", ("first", 0.5), ("wide", 0.25)))
     config, tensors = read_config(out), read_tensors(out)
@@ -261,8 +294,10 @@ def test_adapters_of_other_bases_are_refused(saved: Path, tmp_path: Path) -> Non
     assert "'first' and 'other'" in text
 
 
-def test_a_result_beyond_float32_is_refused(saved: Path) -> None:
-    wish = wish_of("cat", ("first", 3e38), ("second", 3e38))
+@pytest.mark.parametrize("combination", ["cat", "ties_svd"])
+def test_a_result_beyond_float32_is_refused(saved: Path, combination: str) -> None:
+    density = {"density": 0.5} if combination == "ties_svd" else {}
+    wish = wish_of(combination, ("first", 3e38), ("second", 3e38), **density)
     plan = plan_merge([origin(saved / "first"), origin(saved / "second")], wish, ROOM)
     with pytest.raises(AdapterValidationError, match="does not fit in float32"):
         run_merge(plan, ROOM)
