@@ -47,12 +47,19 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 class Part(NamedTuple):
-    """What one adapter has of a module; tensors are float32."""
+    """What one adapter has of a module; tensors are float32. is_embedding: peft's product is transposed, which decides
+    where draws fall."""
 
     lora_a: torch.Tensor
     lora_b: torch.Tensor
     scaling: float
     weight: float
+    is_embedding: bool = False
+
+    @property
+    def delta(self) -> torch.Tensor:
+        delta = self.lora_b @ self.lora_a * self.scaling
+        return delta.T if self.is_embedding else delta
 
     @property
     def factor(self) -> float:
@@ -130,8 +137,8 @@ def _decomposed(parts: Sequence[Part], wish: MergeWish, rank: int, generator: to
     is_low_rank = wish.combination.rule == "linear" and sum(len(part.lora_a) for part in parts) < _least_side(parts)
     if is_low_rank and wish.svd_clamp is None:
         return _of_low_rank(parts, rank)
-    deltas = (part.lora_b @ part.lora_a * part.scaling for part in parts)
-    delta = _rule_of(wish, generator)(deltas, [part.weight for part in parts])
+    delta = _rule_of(wish, generator)((part.delta for part in parts), [part.weight for part in parts])
+    delta = delta.T if parts[0].is_embedding else delta
     if not is_finite(delta):
         raise OverflowError("the products of B and A do not fit in float32")
     if wish.svd_clamp is None:
