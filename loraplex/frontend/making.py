@@ -1,8 +1,8 @@
 """Adapters made while a server runs: merges as background jobs, and exports. They are written under one folder.
 
 start     the merge is planned and bounded (adapters/merging), then waits for its turn; or it is refused
-run       computed and written in a thread of the least priority, then loaded as any other adapter
-cancel    at the next module; a job that was cancelled or has failed leaves no file behind
+run       computed and written in a process of the least priority (merge_process.py), then loaded as any other adapter
+cancel    at once; a job that was cancelled or has failed leaves no file behind
 
 Belongs to one event loop. No torch until there is something to make.
 """
@@ -13,13 +13,11 @@ import asyncio
 import enum
 import itertools
 import logging
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +32,7 @@ from loraplex.errors import (
     LoraplexError,
     RequestAbortedError,
 )
+from loraplex.frontend.merge_process import MergeProcess
 
 if TYPE_CHECKING:
     from loraplex.adapters.merging.merge import MergePlan
@@ -46,9 +45,6 @@ MAX_WAITING = 16
 
 MAX_REMEMBERED = 64
 """Jobs that have ended."""
-
-LOWEST_PRIORITY = 19
-"""The nice value of the threads: the engine's get some 70 times their share of a core."""
 
 OnRegistry = Callable[..., Any]
 
@@ -109,16 +105,16 @@ class AdapterMaker:
         folder: Path | None,
         max_bytes: int,
         roots: tuple[Path, ...] | None = None,
-        num_at_once: int = 1,
     ) -> None:
         self._registry = registry
         self._on_registry = on_registry
         self.folder = folder
         self._max_bytes = max_bytes
         self._source = AdapterSource(roots)
-        self._turns = asyncio.Semaphore(num_at_once)
-        self._merging = ThreadPoolExecutor(num_at_once, "merge", _lower_priority)
-        self._exporting = ThreadPoolExecutor(1, "export", _lower_priority)
+        self._turns = asyncio.Lock()
+        self._process = MergeProcess()
+        self._merging = ThreadPoolExecutor(1, "merge")
+        self._exporting = ThreadPoolExecutor(1, "export", _use_one_thread)
         self._jobs: dict[str, MergeJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
@@ -177,7 +173,7 @@ class AdapterMaker:
         assert self.folder is not None
         loop, folder = asyncio.get_running_loop(), self.folder / folder_name(job.name)
         try:
-            await loop.run_in_executor(self._merging, _make, job, plan, folder, self._max_bytes)
+            await loop.run_in_executor(self._merging, _make, self._process, job, plan, folder, self._max_bytes)
             job.result = await self._on_registry(LoRARegistry.load, job.name, str(folder), is_pinned=job.is_pinned)
         except BaseException:
             assert self._registry is not None
@@ -201,9 +197,11 @@ class AdapterMaker:
         return found
 
     def cancel(self, job_id: str) -> MergeJob:
-        """End a merge at its next module. One that has ended is left as it is."""
+        """End a merge. One that has ended is left as it is."""
         job = self.job(job_id)
         job.is_cancelled.set()
+        if job.state is JobState.RUNNING:
+            self._process.end()
         return job
 
     # ---------------------------------------------------------------------------------------------------------- exports
@@ -219,16 +217,15 @@ class AdapterMaker:
         """Cancel what runs and waits."""
         for job in self._jobs.values():
             job.is_cancelled.set()
+        self._process.end()
         for threads in (self._merging, self._exporting):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _lower_priority() -> None:
-    """Of this thread, and of those that torch starts for it: one, since the engine's kernels need the cores."""
+def _use_one_thread() -> None:
+    """Of torch: the engine's kernels need the cores."""
     import torch
 
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
     torch.set_num_threads(1)
 
 
@@ -247,19 +244,22 @@ def _plan(registry: LoRARegistry, name: str, wish: MergeWish, source: AdapterSou
     return plan_merge(origins, wish, max_bytes, registry.max_lora_rank)
 
 
-def _make(job: MergeJob, plan: MergePlan, folder: Path, max_bytes: int) -> None:
-    from loraplex.adapters.merging.merge import run_merge
-    from loraplex.adapters.merging.written import check_disk, remove_abandoned, write_directory
+def _make(process: MergeProcess, job: MergeJob, plan: MergePlan, folder: Path, max_bytes: int) -> None:
+    from loraplex.adapters.merging.written import check_disk, remove_abandoned
 
     remove_abandoned(folder.parent)
     check_disk(folder.parent, plan.nbytes)
-    write_directory(run_merge(plan, max_bytes, job.note_progress, job.is_cancelled.is_set), folder)
+    if not job.is_cancelled.is_set():
+        process.make(plan, folder, max_bytes, job.note_progress, job.is_cancelled.is_set)
     if job.is_cancelled.is_set():
         raise RequestAbortedError("the merge was cancelled")
 
 
 def _remove_unless_loaded(registry: LoRARegistry, name: str, folder: Path) -> None:
     """A load whose journal could not be written has taken place all the same."""
+    from loraplex.adapters.merging.written import remove_parts
+
+    remove_parts(folder)
     ref = registry.refs().get(name)
     if ref is None or ref.lora_path != str(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -269,7 +269,7 @@ def _export(origin: Origin, folder: Path, max_bytes: int) -> Exported:
     from loraplex.adapters.merging.export import export_adapter
     from loraplex.adapters.merging.written import folder_name, write_directory
 
-    made, model = export_adapter(origin, max_bytes)
+    made, digest = export_adapter(origin, max_bytes)
     path = folder / folder_name(origin.name)
     write_directory(made, path)
-    return Exported(origin.name, str(path), model.adapter_digest, made.nbytes)
+    return Exported(origin.name, str(path), digest, made.nbytes)

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.adapters.tensors import ALIGNMENT
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
-from loraplex.compat.deltas import DeltaCache, compute_delta_weight, optimize
+from loraplex.compat.deltas import compute_delta_weight, optimize
 
 
 def test_optimize_packs_and_keeps_scaling_apart() -> None:
@@ -25,27 +25,6 @@ def test_optimize_packs_and_keeps_scaling_apart() -> None:
     assert torch.allclose(compute_delta_weight(packed), 2.0 * b @ a)
     model = optimize(LoRAModel("d", 3, {"m": layer}))
     assert model.get_lora("m").lora_a.is_contiguous()
-
-
-def test_deltas_are_cached_only_within_the_budget() -> None:
-    first, second, wide = (
-        LoRALayerWeights(name, 4, 6, torch.randn(4, width), torch.randn(32, 4), scaling=1.5)
-        for name, width in (("q", 32), ("k", 32), ("down", 64))
-    )
-    cache = DeltaCache(2 * 32 * 32 * 4)
-    delta = compute_delta_weight(first, cache)
-    assert compute_delta_weight(first, cache) is delta
-    kept = compute_delta_weight(second, cache)
-    assert cache.nbytes == cache.max_bytes
-    compute_delta_weight(wide, cache)
-    assert cache.nbytes <= cache.max_bytes
-    assert compute_delta_weight(second, cache) is not kept or compute_delta_weight(first, cache) is not delta
-    cache.clear()
-    assert cache.nbytes == 0
-    assert compute_delta_weight(first, cache) is not delta
-    small = DeltaCache(100)
-    compute_delta_weight(first, small)
-    assert small.nbytes == 0
 
 
 @pytest.mark.parametrize("field", ["magnitude", "gain", "input_gain"])

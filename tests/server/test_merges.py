@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,21 @@ import pytest
 
 from loraplex.adapters.merging import merge as merging
 from loraplex.adapters.merging.outline import Origin, Outline, reader_limits
+from loraplex.adapters.merging.wish import MergeWish
+from loraplex.adapters.merging.written import PART_PREFIX, remove_parts, write_directory
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import adapter_path
-from loraplex.errors import AdapterNoRoomError, ConfigError
+from loraplex.errors import (
+    AdapterConflictError,
+    AdapterNoRoomError,
+    AdapterTooLargeError,
+    ConfigError,
+    LoraplexError,
+    RequestAbortedError,
+)
 from loraplex.events import EventKind
-from loraplex.frontend import making
+from loraplex.frontend import making, merge_process
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.config import output_folder
 from loraplex.testing import FakeAsyncEngine
@@ -45,7 +56,30 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def client(engine: FakeAsyncEngine, made: Path) -> AsyncIterator[httpx.AsyncClient]:
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merges are made in this process, where a test can stop them."""
+
+    def make(
+        process: Any, plan: Any, folder: Path, max_bytes: int, on_progress: Any, is_cancelled: Callable[[], bool]
+    ) -> None:
+        write_directory(merging.run_merge(plan, max_bytes, on_progress, is_cancelled), folder)
+
+    monkeypatch.setattr(merge_process.MergeProcess, "make", make)
+
+
+@pytest.fixture
+async def client(engine: FakeAsyncEngine, made: Path, here: None) -> AsyncIterator[httpx.AsyncClient]:
+    async for client in clients(engine, made):
+        yield client
+
+
+@pytest.fixture
+async def client_with_process(engine: FakeAsyncEngine, made: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async for client in clients(engine, made):
+        yield client
+
+
+async def clients(engine: FakeAsyncEngine, made: Path) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(engine, ServerConfig(adapter_output_dir=str(made)))
     async with client_of(app) as client:
         yield client
@@ -87,22 +121,24 @@ async def started(client: httpx.AsyncClient, name: str = "both", **fields: Any) 
 # ------------------------------------------------------------------------------------------------------------- merges
 
 
-async def test_a_merge_is_made_beside_requests_and_loaded_under_its_name(client: httpx.AsyncClient, made: Path) -> None:
-    card = await started(client, combination_type="cat", is_pinned=True)
+async def test_a_merge_is_made_beside_requests_and_loaded_under_its_name(
+    client_with_process: httpx.AsyncClient, made: Path
+) -> None:
+    card = await started(client_with_process, combination_type="cat", is_pinned=True)
     assert (card["id"], card["name"], card["combination_type"]) == ("merge-1", "both", "cat")
     assert card["adapters"] == {"upper": 0.7, "reverse": -0.3}
     assert card["adapter"] is None
-    card = await over(client, "merge-1")
+    card = await over(client_with_process, "merge-1")
     assert (card["state"], card["progress"], card["error"]) == ("done", 1.0, None)
     assert (card["adapter"]["status"], card["adapter"]["name"]) == ("loaded", "both")
-    shown = (await client.get("/v1/adapters/both")).json()
+    shown = (await client_with_process.get("/v1/adapters/both")).json()
     (folder,) = made.iterdir()
     assert shown["path"] == str(folder)
     assert folder.name.startswith("both-")
     assert shown["is_pinned"]
     assert shown["digest"] == card["adapter"]["digest"] == opened(str(folder)).adapter_digest
     assert card["bytes"] == sum(tensor.nbytes for tensor in load_all(folder))
-    assert [each["id"] for each in (await client.get("/v1/merges")).json()["data"]] == ["merge-1"]
+    assert [each["id"] for each in (await client_with_process.get("/v1/merges")).json()["data"]] == ["merge-1"]
 
 
 def load_all(folder: Path) -> list[Any]:
@@ -218,15 +254,106 @@ async def test_a_merge_that_cannot_be_loaded_leaves_nothing(
 async def test_a_mistake_of_ours_ends_the_job_alone(
     client: httpx.AsyncClient, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "combine", lambda *args: 1 / 0)
-    await started(client)
-    card = await over(client, "merge-1")
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "combine", lambda *args: 1 / 0)
+        await started(client)
+        card = await over(client, "merge-1")
     assert card["state"] == "failed"
     assert "its log" in card["error"]
-    monkeypatch.undo()
     await started(client)
     assert (await over(client, "merge-2"))["state"] == "done"
     assert len(list(made.iterdir())) == 1
+
+
+# ------------------------------------------------------------------------------------------- the process of the merges
+
+
+@pytest.fixture
+def process() -> Iterator[merge_process.MergeProcess]:
+    process = merge_process.MergeProcess()
+    yield process
+    process.end()
+
+
+def plan() -> merging.MergePlan:
+    origins = [Origin(name, str(adapter_path(name)), AdapterSource()) for name in ("upper", "reverse")]
+    return merging.plan_merge(origins, MergeWish(adapters=(("upper", 1.0), ("reverse", 0.5))), 2**30)
+
+
+def pid_of(process: merge_process.MergeProcess) -> int:
+    assert process._process is not None
+    return process._process.pid
+
+
+def test_a_process_makes_one_merge_after_the_other(process: merge_process.MergeProcess, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    pids = []
+    for name in ("first", "second"):
+        process.make(plan(), tmp_path / name, 2**30, lambda done, total: seen.append((done, total)), lambda: False)
+        pids.append(pid_of(process))
+    assert opened(str(tmp_path / "first")).adapter_digest == opened(str(tmp_path / "second")).adapter_digest
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] == [(done, seen[0][1]) for done in range(seen[0][1] + 1)]
+    assert pids[0] == pids[1]
+    assert os.getpriority(os.PRIO_PROCESS, pids[0]) == merge_process.LOWEST_PRIORITY
+    assert os.getsid(pids[0]) != os.getsid(0)
+
+
+def test_errors_of_a_merge_come_from_its_process(process: merge_process.MergeProcess, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(AdapterConflictError, match="is there already"):
+        process.make(plan(), tmp_path / "there", 2**30, lambda *_: None, lambda: False)
+    with pytest.raises(AdapterTooLargeError, match="max_merge_bytes"):
+        process.make(plan(), tmp_path / "small", 2**10, lambda *_: None, lambda: False)
+    process.make(plan(), tmp_path / "out", 2**30, lambda *_: None, lambda: False)
+
+
+def test_a_process_that_waited_for_long_or_died_is_started_again(
+    process: merge_process.MergeProcess, tmp_path: Path
+) -> None:
+    process.make(plan(), tmp_path / "first", 2**30, lambda *_: None, lambda: False)
+    os.kill(pid_of(process), signal.SIGKILL)  # may be noticed by the question alone
+    process.make(plan(), tmp_path / "second", 2**30, lambda *_: None, lambda: False)
+    with pytest.raises(LoraplexError, match="ended unexpectedly"):
+        process.make(
+            plan(),
+            tmp_path / "third",
+            2**30,
+            lambda done, _: os.kill(pid_of(process), signal.SIGKILL) if done == 1 else None,
+            lambda: False,
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_a_cancelled_process_is_ended_at_once(process: merge_process.MergeProcess, tmp_path: Path) -> None:
+    is_cancelled = threading.Event()
+
+    def cancel(done: int, _total: int) -> None:
+        if done == 1:
+            is_cancelled.set()
+            process.end()
+
+    with pytest.raises(RequestAbortedError):
+        process.make(plan(), tmp_path / "out", 2**30, cancel, is_cancelled.is_set)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_merge_that_runs_is_cancelled_with_its_process(
+    client_with_process: httpx.AsyncClient, made: Path
+) -> None:
+    await started(client_with_process)
+    while (await client_with_process.get("/v1/merges/merge-1")).json()["state"] == "waiting":
+        await asyncio.sleep(0.01)
+    (made / f"{PART_PREFIX}both-other").mkdir()
+    assert (await client_with_process.delete("/v1/merges/merge-1")).status_code == 200
+    assert (await over(client_with_process, "merge-1"))["state"] == "cancelled"
+    assert [path.name for path in made.iterdir()] == [f"{PART_PREFIX}both-other"], "of another folder"
+
+
+def test_what_an_ended_process_left_of_a_folder_is_removed(tmp_path: Path) -> None:
+    for name in ("sql-1-x", "sql-12-x", "sql-2-x"):
+        (tmp_path / f"{PART_PREFIX}{name}").mkdir()
+    remove_parts(tmp_path / "sql-1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{PART_PREFIX}sql-12-x", f"{PART_PREFIX}sql-2-x"]
 
 
 async def test_an_unknown_merge_is_404(client: httpx.AsyncClient) -> None:

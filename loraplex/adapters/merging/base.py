@@ -1,11 +1,12 @@
 """One adapter merged into the base weights while they are read: its W' is in W's place, and no step knows of it.
 
+    own     W' = the adapter's weight, or its rows in W             b' = the adapter's
     LoRA    W' = W + scaling B A                                    b' = b + scaling lora_bias
     DoRA    W' = magnitude / ||W + scaling B A|| (W + scaling B A)  norms of rows
     IA3     W' = gain W, or W input_gain                            b' = gain b
-    bias    b' = the adapter's
 
-In float32, whatever the model's dtype is, and rounded once. Each delta is made once, so none is cached.
+VeRA and the other kinds are the LoRA that they are served as. Of an embedding, W is [vocabulary, hidden] and the delta
+is transposed. In float32, whatever the model's dtype is, and rounded once. Each delta is made once, so none is cached.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.merging.outline import Origin, Outline
 from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.weights import CheckedReader, LoRALayerWeights
+from loraplex.adapters.weights import CheckedReader, LoRALayerWeights, LoRAModel
 from loraplex.config import LoRAConfig
-from loraplex.core import LoraTarget
+from loraplex.core import LoraTarget, ShardKind
 from loraplex.errors import AdapterContentChangedError, AdapterValidationError, shortened
 
-MERGED_FIELDS = {"lora_a", "lora_b", "lora_bias", "bias", "magnitude", "gain", "input_gain"}
+MERGED_FIELDS = {"lora_a", "lora_b", "lora_bias", "bias", "magnitude", "gain", "input_gain", "weight", "row_ids"}
 
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """What is merged. digest: of its content, which goes into the names of what is packed of the weights."""
+    """What is merged. digest: of its content, which goes into the names of what is packed of the weights. embedding:
+    the module's name."""
 
     name: str
     layers: Mapping[str, LoRALayerWeights]
     digest: str
+    embedding: str = ""
 
     @classmethod
     def read(cls, path_or_id: str, targets: Sequence[LoraTarget], digest: str | None = None) -> MergedAdapter:
@@ -45,12 +48,7 @@ class MergedAdapter:
         if digest not in (None, model.adapter_digest):
             raise AdapterContentChangedError(f"adapter {name!r} has changed since the server started; start it again")
         biased = {part.module_name for target in targets for part in target.slices if part.has_bias}
-        linears = {part.module_name for target in targets if target.is_linear for part in target.slices}
-        reasons = [
-            f"{layer.module_name}: only linears of decoder layers are merged; serve the adapter unmerged"
-            for layer in model
-            if layer.module_name not in linears
-        ]
+        reasons = _of_tied_ends(model, targets)
         if model.vocab_size is not None:
             reasons.append("it has a vocabulary of its own, which the base's cannot become; serve the adapter unmerged")
         if model.invocation_tokens:
@@ -61,7 +59,8 @@ class MergedAdapter:
         reasons += [reason for layer in model for reason in _unmergeable(layer, layer.module_name in biased)]
         if reasons:
             raise AdapterValidationError.from_reasons(name, reasons)
-        return cls(name, model.layers, model.adapter_digest)
+        embedding = next((target.name for target in targets if target.kind is ShardKind.EMBEDDING), "")
+        return cls(name, model.layers, model.adapter_digest, embedding)
 
     def changed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the checkpoint, as the adapter makes it; those of other modules as they are."""
@@ -69,7 +68,10 @@ class MergedAdapter:
         layer = self.layers.get(module)
         if layer is None or part not in ("weight", "bias"):
             return tensor
-        merged = (_weight if part == "weight" else _bias)(layer, tensor.float())
+        if part == "bias":
+            merged = _bias(layer, tensor.float())
+        else:
+            merged = _weight(layer, tensor.float(), is_embedding=module == self.embedding)
         if not torch.isfinite(merged.to(tensor.dtype)).all():
             reason = f"{name}: merged, it does not fit in {tensor.dtype}; serve the adapter unmerged"
             raise AdapterValidationError.from_reasons(self.name, [reason])
@@ -98,9 +100,39 @@ def _unmergeable(layer: LoRALayerWeights, has_bias: bool) -> list[str]:
     return reasons
 
 
-def _weight(layer: LoRALayerWeights, weight: torch.Tensor) -> torch.Tensor:
+def _of_tied_ends(model: LoRAModel, targets: Sequence[LoraTarget]) -> list[str]:
+    """A head that is tied becomes what the embedding becomes: the adapter must change both alike."""
+    head = next((target.name for target in targets if target.is_tied), None)
+    if head is None:
+        return []
+    embedding = next(target.name for target in targets if target.kind is ShardKind.EMBEDDING)
+    at_embedding, at_head = (model.layers.get(name) for name in (embedding, head))
+    if _is_one_change(at_embedding, at_head):
+        return []
+    text = "one weight for both cannot become two; serve the adapter unmerged"
+    return [f"{head} is tied to {embedding}, and the adapter does not change both alike: {text}"]
+
+
+def _is_one_change(at_embedding: LoRALayerWeights | None, at_head: LoRALayerWeights | None) -> bool:
+    if at_embedding is None or at_head is None:
+        return at_embedding is at_head
+    ours, theirs = at_embedding.tensors, at_head.tensors
+    if at_embedding.lora_a is not None and at_embedding.lora_b is not None:
+        ours = {**ours, "lora_a": at_embedding.lora_b.T, "lora_b": at_embedding.lora_a.T}
+    return (
+        at_embedding.scaling == at_head.scaling
+        and ours.keys() == theirs.keys()
+        and all(torch.equal(tensor, theirs[field]) for field, tensor in ours.items())
+    )
+
+
+def _weight(layer: LoRALayerWeights, weight: torch.Tensor, is_embedding: bool) -> torch.Tensor:
+    if layer.weight is not None:
+        own = layer.weight.float()
+        weight = own if layer.row_ids is None else weight.index_copy(0, layer.row_ids, own)
     if layer.lora_a is not None and layer.lora_b is not None:
-        weight = weight + delta_weight(layer.lora_a, layer.lora_b, layer.scaling)
+        delta = delta_weight(layer.lora_a, layer.lora_b, layer.scaling)
+        weight = weight + (delta.T if is_embedding else delta)
     if layer.magnitude is not None:
         weight = weight * (layer.magnitude / weight.norm(dim=1))[:, None]
     if layer.gain is not None:

@@ -12,16 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from loraplex.adapters.conversion import cost_of, file_widths
 from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import OWN_PARTS, Kind, TensorName, parse_tensor_name, unused_reasons
+from loraplex.adapters.kinds import (
+    BASE_WEIGHT,
+    COPY,
+    OWN_PARTS,
+    TOKENS,
+    WEIGHT,
+    TensorName,
+    parse_tensor_name,
+    unused_reasons,
+)
 from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.tensors import WeightFile
+from loraplex.adapters.tensors import WeightFile, read_tensors
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
-from loraplex.core import LoraSlice, LoraTarget
+from loraplex.core import LoraSlice, LoraTarget, ShardKind
 from loraplex.errors import AdapterContentChangedError, AdapterValidationError
 
 
@@ -39,25 +50,40 @@ class Origin:
     source: AdapterSource
     digest: str | None = None
 
+    @property
+    def folder(self) -> AdapterFolder:
+        return AdapterFolder(Path(self.path), self.name, self.source.roots_of(Path(self.path)))
+
+
+@dataclass(frozen=True)
+class FiledModule:
+    """A module as an adapter's tensors show it. A width that none of them says is 1. rank: as it is served."""
+
+    rank: int
+    in_features: int
+    out_features: int
+    kind: ShardKind = ShardKind.REPLICATED
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
 
 @dataclass(frozen=True)
 class Outline:
-    """The headers of one adapter. entries: tensors that are understood; shapes: (rank as served, in, out) of a module.
-
-    A width that no tensor says, such as the inputs of a module with a bias alone, is 1.
-    """
+    """The headers of one adapter. entries: tensors that are understood; modules: those that they are of."""
 
     origin: Origin
     document: Mapping[str, Any]
     helper: PEFTHelper
     entries: Mapping[TensorName, TensorEntry]
-    shapes: Mapping[str, tuple[int, int, int]]
+    modules: Mapping[str, FiledModule]
 
     @classmethod
     def read(cls, origin: Origin, limits: LoRAConfig) -> Outline:
         """Read the configuration and the headers. Raises AdapterValidationError for what is not served at all, and the
         errors of the files."""
-        folder = AdapterFolder(Path(origin.path), origin.name, origin.source.roots_of(Path(origin.path)))
+        folder = origin.folder
         document = folder.read_config()
         helper = PEFTHelper.from_dict(document, origin.name)
         helper.validate_legal(limits)
@@ -67,47 +93,125 @@ class Outline:
         if unknown:
             raise AdapterValidationError.from_reasons(origin.name, unknown)
         entries = {name: entry for name, entry in named if name is not None}
-        if helper.kind is Kind.VERA or any(_is_own(name) for name in entries):
-            what = "VeRA's shared A and B" if helper.kind is Kind.VERA else "an embedding or whole weights of its own"
-            text = f"it has {what}, which no merge or export can say yet; serve it as it is"
-            raise AdapterValidationError.from_reasons(origin.name, [text])
-        return cls(origin, document, helper, entries, _shapes(helper, entries))
+        return cls(origin, document, helper, entries, _modules(helper, entries))
+
+    @property
+    def own(self) -> dict[TensorName, TensorEntry]:
+        """The tensors that are in place of the base's, or of rows of them."""
+        return {name: entry for name, entry in self.entries.items() if name.part in OWN_PARTS}
 
     def model(self, limits: LoRAConfig) -> LoRAModel:
         """The weights. Raises what `CheckedReader.read` raises, and AdapterContentChangedError."""
         origin = self.origin
         model = read_adapter(origin.path, origin.name, origin.source, CheckedReader(self._targets(), limits))
-        if origin.digest not in (None, model.adapter_digest):
-            raise AdapterContentChangedError(
-                f"adapter {origin.name!r}: its files have changed since it was loaded; reload it first"
-            )
+        self._check_digest(model.adapter_digest, origin.digest)
         return model
+
+    def tensors(self, limits: LoRAConfig) -> tuple[dict[TensorName, torch.Tensor], str]:
+        """(the tensors as they are in the file, the digest). Raises what `model` raises."""
+        model = self.model(limits)
+        assert model.blueprint is not None
+        plan, digest = model.blueprint.plan, model.adapter_digest
+        del model  # what was made of the tensors is not wanted: only whether it could be
+        block, again, _ = read_tensors(
+            WeightFile.open(self.origin.folder, limits.host_memory_bytes), plan, self.helper.canonical()
+        )
+        self._check_digest(again, digest)
+        return dict(zip(plan.names, plan.tensors(block), strict=True)), digest
+
+    def _check_digest(self, found: str, wanted: str | None) -> None:
+        if wanted not in (None, found):
+            raise AdapterContentChangedError(
+                f"adapter {self.origin.name!r}: its files have changed since it was loaded; reload it first"
+            )
 
     def _targets(self) -> tuple[LoraTarget, ...]:
         biased = {name.module for name in self.entries if name.part == "bias"}
+        is_tied = self._has_tied_ends()
         return tuple(
-            LoraTarget(module, 0, width, width, (LoraSlice(module, 0, height, height, module in biased),))
-            for module, (_, width, height) in self.shapes.items()
+            LoraTarget(
+                name,
+                0,
+                module.in_features,
+                module.in_features,
+                (LoraSlice(name, 0, module.out_features, module.out_features, name in biased),),
+                module.kind,
+                is_tied=is_tied and module.kind is ShardKind.HEAD,
+            )
+            for name, module in self.modules.items()
         )
 
+    def _has_tied_ends(self) -> bool:
+        """Whether the file has for both ends what the configuration calls for at one: so it does of a base whose head
+        is tied."""
+        ends = [name for name, module in self.modules.items() if module.kind in (ShardKind.EMBEDDING, ShardKind.HEAD)]
+        trained = [name for name in ends if TensorName(name, TOKENS) in self.entries]
+        named = self.helper.match_modules(ends) | self.helper.match_saved(ends).keys()
+        is_tying = self.helper.ensure_weight_tying and len(named) < 2
+        return len(ends) == 2 and (is_tying or len(self.helper.match_trained_tokens(ends)) < len(trained))
 
-def _is_own(name: TensorName) -> bool:
-    return name.part in OWN_PARTS or name.module.endswith("embed_tokens")
 
-
-def _shapes(helper: PEFTHelper, entries: Mapping[TensorName, TensorEntry]) -> dict[str, tuple[int, int, int]]:
+def _modules(helper: PEFTHelper, entries: Mapping[TensorName, TensorEntry]) -> dict[str, FiledModule]:
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, entry in entries.items():
         parts.setdefault(name.module, {})[name.part] = entry.shape
-    ranks = helper.numbers(tuple(parts)).ranks
-    shapes = {}
+    shared = parts.pop("", {})
+    ranks, vocab_size, modules = helper.numbers(tuple(parts)).ranks, _vocab_size(helper, parts), {}
     for module, found in parts.items():
-        widths = file_widths(helper.kind, found)
+        kind = _kind_of(module, found)
+        widths = _vera_widths(shared, found) or file_widths(helper.kind, found)
         if widths is not None:
-            shapes[module] = cost_of(helper, ranks[module], *widths).rank, *widths
-        elif found.keys() == {"bias"} and len(found["bias"]) == 1:
-            shapes[module] = 0, 1, found["bias"][0]
+            modules[module] = FiledModule(cost_of(helper, ranks[module], *widths).rank, *widths, kind)
+        elif (widths := _own_widths(vocab_size, kind, found)) is not None:
+            modules[module] = FiledModule(0, *widths, kind)
         else:
             text = f"{module}: the shapes of {', '.join(sorted(found))} are not those of a linear"
             raise AdapterValidationError.from_reasons(helper.adapter, [text])
-    return shapes
+    return modules
+
+
+def _kind_of(module: str, found: Mapping[str, tuple[int, ...]]) -> ShardKind:
+    """By its name, as the served families have them."""
+    leaf = module.rpartition(".")[2]
+    if leaf in _ENDS:
+        return _ENDS[leaf]
+    return ShardKind.NORM if len(found.get(WEIGHT, ())) == 1 else ShardKind.REPLICATED
+
+
+_ENDS = {"embed_tokens": ShardKind.EMBEDDING, "lm_head": ShardKind.HEAD}
+
+
+def _vera_widths(shared: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> tuple[int, int] | None:
+    """VeRA's tensors say nothing of a module's inputs: those of the widest stand for them."""
+    inputs, outputs = shared.get("vera_A", ()), found.get("vera_lambda_b", ())
+    return (inputs[1], outputs[0]) if len(inputs) == 2 and len(outputs) == 1 else None
+
+
+def _vocab_size(helper: PEFTHelper, parts: Mapping[str, Mapping[str, tuple[int, ...]]]) -> int:
+    """By the rows of either end; of trained tokens alone, as many as hold the last of them."""
+    rows = [
+        found[part][axis]
+        for module, found in parts.items()
+        if module.rpartition(".")[2] in _ENDS
+        for part, axis in _VOCABULARY_AXES.items()
+        if len(found.get(part, ())) == 2
+    ]
+    return max(rows or (max(ids) + 1 for ids in (helper.token_indices or {}).values() if ids), default=0)
+
+
+_VOCABULARY_AXES = {**dict.fromkeys((WEIGHT, BASE_WEIGHT, COPY, "lora_B.weight", "lora_B"), 0), "lora_embedding_A": 1}
+
+
+def _own_widths(vocab_size: int, kind: ShardKind, found: Mapping[str, tuple[int, ...]]) -> tuple[int, int] | None:
+    """Of a module with a weight, trained rows or a bias of its own, and nothing of the adapter's kind."""
+    weight = next((found[part] for part in (WEIGHT, BASE_WEIGHT, COPY) if part in found), ())
+    if not weight and len(found.get(TOKENS, ())) == 2:
+        weight = vocab_size, found[TOKENS][1]
+    if not weight:
+        bias = found.get("bias", ())
+        return (1, bias[0]) if len(bias) == 1 else None
+    if kind is ShardKind.NORM:
+        return weight[0], weight[0]
+    if len(weight) != 2:
+        return None
+    return (weight[0], weight[1]) if kind is ShardKind.EMBEDDING else (weight[1], weight[0])

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME
-from loraplex.adapters.kinds import PREFIX
+from loraplex.adapters.kinds import BASE_WEIGHT, PARTS, PREFIX, WEIGHT, Kind
 from loraplex.adapters.regular_file import sync_path
 from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterPathNotFoundError, LoraplexError
 
@@ -34,6 +34,10 @@ ABANDONED_S = 24 * 3600.0
 """A temporary folder of this age was left by a process that ended while it wrote."""
 
 MAX_FOLDER_CHARS = 80
+
+LINEAR_PARTS, EMBEDDING_PARTS = (
+    tuple(PARTS[Kind.LORA][f"{form}_{side}"] for side in "ab") for form in ("lora", "embedding")
+)
 
 
 @dataclass(frozen=True)
@@ -50,31 +54,54 @@ class MadeAdapter:
 
     @classmethod
     def of_lora(
-        cls, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]], base: str | None, origin: str
+        cls,
+        factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]],
+        base: str | None,
+        origin: str,
+        saved: Mapping[str, torch.Tensor] | None = None,
     ) -> MadeAdapter:
-        """A plain LoRA: module -> A, B, scaling. Ranks and alphas that are not the most frequent are in patterns."""
+        """A plain LoRA: module -> A, B, scaling. Ranks and alphas that are not the most frequent are in patterns.
+        saved: the weights of embeddings and heads that peft puts into the base model."""
         ranks = {module: len(lora_a) for module, (lora_a, _, _) in factors.items()}
         alphas = {module: _whole(scaling * ranks[module]) for module, (_, _, scaling) in factors.items()}
         rank, alpha = _most_frequent(ranks), _most_frequent(alphas)
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for module, (lora_a, lora_b, _) in factors.items():
-            tensors[f"{PREFIX}{module}.lora_A.weight"] = lora_a.contiguous()
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = lora_b.contiguous()
+            parts = EMBEDDING_PARTS if module.endswith("embed_tokens") else LINEAR_PARTS
+            tensors |= {
+                f"{PREFIX}{module}.{part}": each.contiguous()
+                for part, each in zip(parts, (lora_a, lora_b), strict=True)
+            }
+        for module, weight in (saved or {}).items():
+            tensors[f"{PREFIX}{module}.{BASE_WEIGHT if module in factors else WEIGHT}"] = weight.contiguous()
         config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
+            **_fields("LORA", base, factors),
             "r": rank,
             "lora_alpha": alpha,
             "rank_pattern": {module: each for module, each in ranks.items() if each != rank},
             "alpha_pattern": {module: each for module, each in alphas.items() if each != alpha},
-            "target_modules": list(factors),
             "bias": "none",
             "use_rslora": False,
             "lora_dropout": 0.0,
-            "inference_mode": True,
         }
         return cls(config, tensors, origin)
+
+    @classmethod
+    def of_ia3(cls, gains: Mapping[str, torch.Tensor], base: str | None, origin: str) -> MadeAdapter:
+        """module -> gains of its inputs [1, in], or of its outputs [out, 1]."""
+        of_inputs = [module for module, gain in gains.items() if len(gain) == 1]
+        tensors = {f"{PREFIX}{module}.ia3_l": gain for module, gain in gains.items()}
+        return cls({**_fields("IA3", base, gains), "feedforward_modules": of_inputs}, tensors, origin)
+
+
+def _fields(peft_type: str, base: str | None, modules: Iterable[str]) -> dict[str, Any]:
+    return {
+        "peft_type": peft_type,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "target_modules": list(modules),
+        "inference_mode": True,
+    }
 
 
 def _most_frequent(values: Mapping[str, Any]) -> Any:
@@ -88,8 +115,15 @@ def _whole(number: float) -> float | int:
 
 def folder_name(adapter_name: str) -> str:
     """A new one: the name as far as every file system takes it, and a number that no other has."""
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", adapter_name).strip("-")[:MAX_FOLDER_CHARS]
-    return f"{plain or 'adapter'}-{secrets.token_hex(4)}"
+    return f"{_plain(adapter_name)[:MAX_FOLDER_CHARS] or 'adapter'}-{secrets.token_hex(4)}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")
+
+
+def _part_prefix(folder: Path) -> str:
+    return f"{PART_PREFIX}{_plain(folder.name)[: 2 * MAX_FOLDER_CHARS]}-"
 
 
 def check_disk(folder: Path, nbytes: int) -> None:
@@ -120,7 +154,7 @@ def write_directory(made: MadeAdapter, folder: Path) -> None:
 
 
 def _write(made: MadeAdapter, folder: Path) -> None:
-    part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=folder.parent))
+    part = Path(tempfile.mkdtemp(prefix=_part_prefix(folder), dir=folder.parent))
     try:
         (part / CONFIG_NAME).write_text(json.dumps(made.config, indent=2) + "\n")
         save_file(dict(made.tensors), part / SAFETENSORS_NAME, {"format": "pt", "made_of": made.origin})
@@ -131,6 +165,12 @@ def _write(made: MadeAdapter, folder: Path) -> None:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def remove_parts(folder: Path) -> None:
+    """Temporary folders of a process that was ended while it wrote this one."""
+    for path in folder.parent.glob(f"{_part_prefix(folder)}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path) -> None:

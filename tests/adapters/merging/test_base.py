@@ -22,6 +22,7 @@ KINDS = {
     "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "loha": peft.LoHaConfig(r=2, alpha=3, **TARGETS),
     "lokr": peft.LoKrConfig(r=2, alpha=3, **TARGETS),
+    "vera": peft.VeraConfig(r=4, **TARGETS),
     "adalora": peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, **TARGETS),
 }
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from loraplex.adapters.merging import combine
 from loraplex.adapters.merging.merge import plan_merge, run_merge
 from loraplex.adapters.merging.outline import Origin
 from loraplex.adapters.merging.wish import MergeWish
@@ -26,6 +27,8 @@ from loraplex.errors import (
 )
 from tests.adapters.peft_oracle import (
     LINEARS,
+    all_targets_of,
+    base_state,
     edit_config,
     load,
     lora_layers,
@@ -73,8 +76,8 @@ def merged(saved: Path, out: Path, wish: MergeWish) -> Path:
     return out
 
 
-def oracle(saved: Path, wish: MergeWish) -> dict[str, Any]:
-    """peft's layers with the adapter `merged`."""
+def oracle(saved: Path, wish: MergeWish, ends: bool = False) -> dict[str, Any]:
+    """peft's layers with the adapter `merged`; ends: of an embedding, too."""
     names, weights = zip(*wish.adapters, strict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,7 +106,11 @@ def oracle(saved: Path, wish: MergeWish) -> dict[str, Any]:
             density=wish.density,
             majority_sign_method=wish.majority_sign_method or "total",
         )
-    return {name: layer for name, layer in lora_layers(model).items() if "merged" in layer.lora_A}
+    return {
+        name: layer
+        for name, layer in lora_layers(model).items()
+        if "merged" in layer.lora_A or (ends and "merged" in layer.lora_embedding_A)
+    }
 
 
 def wish_of(combination: str, *adapters: tuple[str, float], **settings: Any) -> MergeWish:
@@ -169,6 +176,38 @@ def test_products_equal_pefts(saved: Path, tmp_path: Path, wish: MergeWish) -> N
         torch.testing.assert_close(found, wanted, atol=2e-5 * wanted.abs().max().item(), rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(200, 320), (320, 200)], ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.4, 2.0])
+@pytest.mark.parametrize("num_ranks", [1, 3, 6, 7])
+def testmain_directions_are_those_of_the_whole_decomposition(
+    shape: tuple[int, int], decay: float, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where singular values are close together, far apart, or none."""
+    calls, whole = [], combine.all_directions
+    monkeypatch.setattr(combine, "all_directions", lambda delta, rank: calls.append(rank) or whole(delta, rank))
+    generator = torch.Generator().manual_seed(num_ranks)
+    left, right = (torch.randn(side, 6, dtype=torch.float64, generator=generator) for side in shape)
+    noise = torch.randn(shape, dtype=torch.float64, generator=generator) * 1e-3
+    delta = (left * torch.exp(-decay * torch.arange(6.0))) @ right.T + (noise if num_ranks < 6 else 0)
+    lora_a, lora_b = combine.main_directions(delta.float(), num_ranks)
+    assert (lora_a.shape, lora_b.shape) == ((num_ranks, shape[1]), (shape[0], num_ranks))
+    wanted_b, values, wanted_a = torch.linalg.svd(delta, full_matrices=False)
+    wanted = wanted_b[:, :num_ranks] * values[:num_ranks] @ wanted_a[:num_ranks]
+    torch.testing.assert_close(lora_b.double() @ lora_a.double(), wanted, atol=3e-7 * wanted.abs().max().item(), rtol=0)
+    assert not calls
+
+
+def test_directions_that_do_not_stand_out_take_a_whole_decomposition() -> None:
+    delta = torch.randn(200, 260, generator=torch.Generator().manual_seed(0))
+    for each in (delta, torch.eye(200), delta * 1e-30, torch.zeros(200, 260)):
+        lora_a, lora_b = combine.main_directions(each, 5)
+        left, values, right = torch.linalg.svd(each.double(), full_matrices=False)
+        if each is delta:
+            wanted = (left[:, :5] * values[:5] @ right[:5]).float()
+            torch.testing.assert_close(lora_b @ lora_a, wanted, atol=2e-5 * wanted.abs().max().item(), rtol=0)
+        assert (lora_b @ lora_a - each).norm().item() <= values[5:].norm().item() * 1.00001
+
+
 def test_the_result_says_what_it_is_made_of_and_has_no_needless_rank(saved: Path, tmp_path: Path) -> None:
     out = merged(saved, tmp_path / "out", wish_of("cat", ("first", 0.5), ("wide", 0.25)))
     config, tensors = read_config(out), read_tensors(out)
@@ -209,6 +248,111 @@ def test_a_merge_of_rslora_has_the_scaling_of_its_parts(saved: Path, tmp_path: P
         torch.testing.assert_close(ours[name].get_delta_weight("default"), wanted, atol=1e-6, rtol=1e-5)
 
 
+# ----------------------------------------------------------------------------------------- embeddings, heads and gains
+
+
+ENDS = [
+    wish_of("linear"),
+    wish_of("cat"),
+    wish_of("svd"),
+    wish_of("svd", svd_rank=2),
+    wish_of("ties", density=0.4),
+    wish_of("dare_linear", density=0.6, seed=5),
+    wish_of("dare_ties_svd", density=0.7, seed=9),
+    wish_of("magnitude_prune_svd", density=0.2, svd_rank=3),
+]
+
+
+def save_ends(folder: Path, saved: bool = False) -> None:
+    """`first`, `second`: of the embedding, the head and a linear; saved: with the base's weights, as peft saves."""
+    for seed, name in enumerate(("first", "second")):
+        make_adapter(folder / name, target_modules=["embed_tokens", "lm_head", "k_proj"], r=4, lora_alpha=6 + seed)
+        generator, tensors = torch.Generator().manual_seed(seed), read_tensors(folder / name)
+        made = {key: torch.randn(each.shape, generator=generator) * 0.3 for key, each in tensors.items()}
+        if saved:
+            weights = base_state("llama")
+            made |= {
+                f"base_model.model.{end}.base_layer.weight": weights[f"{end}.weight"]
+                for end in ("model.embed_tokens", "lm_head")
+            }
+        write_tensors(folder / name, made)
+
+
+@pytest.mark.parametrize("wish", ENDS, ids=shown)
+def test_products_of_embeddings_and_heads_equal_pefts(tmp_path: Path, wish: MergeWish) -> None:
+    save_ends(tmp_path)
+    plan = plan_merge([origin(tmp_path / name) for name, _ in wish.adapters], wish, ROOM)
+    write_directory(run_merge(plan, ROOM), tmp_path / "out")
+    load(tmp_path / "out", all_targets_of(new_base("llama")))
+    ours, layers = tuned_layers(peft_reads(tmp_path / "out")), oracle(tmp_path, wish, ends=True)
+    assert ours.keys() == layers.keys() > {"model.embed_tokens", "lm_head"}
+    for name, layer in layers.items():
+        wanted = layer.get_delta_weight("merged").detach().double()
+        found = ours[name].get_delta_weight("default").detach()
+        torch.testing.assert_close(found, wanted, atol=2e-5 * wanted.abs().max().item(), rtol=0)
+
+
+def test_saved_weights_of_embeddings_and_heads_are_kept(tmp_path: Path) -> None:
+    save_ends(tmp_path, saved=True)
+    wish = wish_of("cat")
+    plan = plan_merge([origin(tmp_path / name) for name, _ in wish.adapters], wish, ROOM)
+    made = run_merge(plan, ROOM)
+    assert made.nbytes <= plan.nbytes
+    for end in ("model.embed_tokens", "lm_head"):
+        found = made.tensors[f"base_model.model.{end}.base_layer.weight"]
+        assert torch.equal(found, base_state("llama")[f"{end}.weight"])
+    write_directory(made, tmp_path / "out")
+    load(tmp_path / "out", all_targets_of(new_base("llama")))
+    tensors = read_tensors(tmp_path / "second")
+    tensors["base_model.model.lm_head.base_layer.weight"][3, 5] += 1
+    write_tensors(tmp_path / "second", tensors)
+    plan = plan_merge([origin(tmp_path / name) for name, _ in wish.adapters], wish, ROOM)
+    with pytest.raises(AdapterValidationError, match="saved weight of lm_head differs from another's"):
+        run_merge(plan, ROOM)
+
+
+def test_ia3_equals_pefts(tmp_path: Path) -> None:
+    """A module that one of them does not have counts nothing of it, as in peft."""
+    configs = {
+        "first": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "second": peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]),
+    }
+    for seed, (name, config) in enumerate(configs.items()):
+        save_kind(tmp_path / name, config)
+        tensors = read_tensors(tmp_path / name)
+        write_tensors(tmp_path / name, {key: each + seed for key, each in tensors.items()})
+    for combination in (None, "linear"):
+        wish = MergeWish(adapters=(("first", 0.7), ("second", -0.4)), combination_type=combination)
+        plan = plan_merge([origin(tmp_path / name) for name in configs], wish, ROOM)
+        made = run_merge(plan, ROOM)
+        assert made.nbytes == plan.nbytes
+        assert made.origin.startswith("linear: 0.7 * first")
+    write_directory(made, tmp_path / "out")
+    load(tmp_path / "out", targets_of(new_base("llama")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(new_base("llama"), str(tmp_path / "first"), adapter_name="first")
+        model.load_adapter(str(tmp_path / "second"), adapter_name="second")
+        model.base_model.add_weighted_adapter(["first", "second"], [0.7, -0.4], "merged")
+    layers, ours = tuned_layers(model), tuned_layers(peft_reads(tmp_path / "out"))
+    found = {name: layer for name, layer in layers.items() if "merged" in layer.ia3_l}
+    assert found.keys() == ours.keys()
+    for name, layer in found.items():
+        assert ours[name].is_feedforward is layer.is_feedforward
+        torch.testing.assert_close(ours[name].ia3_l["default"].float(), layer.ia3_l["merged"], atol=1e-6, rtol=1e-6)
+
+
+def test_ia3_is_merged_by_linear_and_with_ia3_alone(saved: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_kind(tmp_path / name, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    wish = wish_of("ties", ("a", 1.0), ("b", 1.0), density=0.5)
+    text = refused(AdapterValidationError, origin(tmp_path / "a"), origin(tmp_path / "b"), wish=wish)
+    assert "linear alone, not by ties" in text
+    wish = MergeWish(adapters=(("a", 1.0), ("first", 1.0)))
+    text = refused(AdapterValidationError, origin(tmp_path / "a"), origin(saved / "first"), wish=wish)
+    assert "peft_type LORA is not merged with IA3" in text
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -220,6 +364,9 @@ def refused(kind: type[LoraplexError], *origins: Origin, wish: MergeWish, room: 
 
 def test_what_cannot_be_merged_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     save_kind(tmp_path / "ia3", peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    save_kind(tmp_path / "vera", peft.VeraConfig(r=4, target_modules=["q_proj"]))
+    saving = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    save_kind(tmp_path / "saved", saving)
     make_adapter(tmp_path / "dora", use_dora=True)
     make_adapter(tmp_path / "biased", lora_bias=True, init_lora_weights=True)
     edit_config(make_adapter(tmp_path / "long").path, context_length=256)
@@ -227,6 +374,8 @@ def test_what_cannot_be_merged_is_refused_by_name(saved: Path, tmp_path: Path) -
     make_adapter(tmp_path / "activated", alora_invocation_tokens=[3, 4], task_type="CAUSAL_LM")
     reasons = {
         "ia3": "peft_type IA3",
+        "vera": "peft_type VERA",
+        "saved": "modules_to_save: weights of an adapter's own",
         "dora": "use_dora",
         "biased": "lora_B.bias",
         "activated": "alora_invocation_tok",
@@ -270,8 +419,10 @@ def test_adapters_of_other_bases_are_refused(saved: Path, tmp_path: Path) -> Non
     assert "'first' and 'other'" in text
 
 
-def test_a_result_beyond_float32_is_refused(saved: Path) -> None:
-    wish = wish_of("cat", ("first", 3e38), ("second", 3e38))
+@pytest.mark.parametrize("combination", ["cat", "ties_svd"])
+def test_a_result_beyond_float32_is_refused(saved: Path, combination: str) -> None:
+    density = {"density": 0.5} if combination == "ties_svd" else {}
+    wish = wish_of(combination, ("first", 3e38), ("second", 3e38), **density)
     plan = plan_merge([origin(saved / "first"), origin(saved / "second")], wish, ROOM)
     with pytest.raises(AdapterValidationError, match="does not fit in float32"):
         run_merge(plan, ROOM)

@@ -1,0 +1,198 @@
+"""Merges in a process of their own: `MergeProcess` here, `main` over there.
+
+A thread of the server cannot have a lower priority than the engine: Linux weighs sessions against each other before
+threads (autogroups), and a thread of low priority that holds the interpreter's lock would hold up the server. So the
+process has a session of the least priority for itself, and one thread.
+
+A message is a line of JSON. The process ends when its input does, after KEEP_S without a merge, or with the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loraplex import logs
+from loraplex.adapters.merging.wish import MergeWish
+from loraplex.adapters.source import AdapterSource
+from loraplex.environment import child_environment
+from loraplex.errors import LoraplexError, RequestAbortedError, error_from_payload
+
+if TYPE_CHECKING:
+    from loraplex.adapters.merging.merge import MergePlan
+
+KEEP_S = 60.0
+"""To import torch takes longer than to merge two adapters."""
+
+LOWEST_PRIORITY = 19
+"""The nice value of the process and of its session: the engine's get some 70 times their share of a core."""
+
+STARTING_PRIORITY = 10
+"""While it imports what it needs, once: a tenth of a core that others want."""
+
+OnProgress = Callable[[int, int], None]
+IsCancelled = Callable[[], bool]
+
+
+class MergeProcess:
+    """For one merge at a time, which starts it when there is none."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def make(
+        self, plan: MergePlan, folder: Path, max_bytes: int, on_progress: OnProgress, is_cancelled: IsCancelled
+    ) -> None:
+        """Merge and write the result to `folder`. Raises what merging and writing raise, RequestAbortedError when it
+        was cancelled, and LoraplexError when the process ended."""
+        question = json.dumps(_question(plan, folder, max_bytes))
+        while True:
+            process, is_new = self._running()
+            is_begun = False
+            for answer in _answers(process, question):
+                is_begun = True
+                if "error" in answer:
+                    raise error_from_payload(answer)
+                if "mistake" in answer:
+                    raise RuntimeError(answer["mistake"])
+                if "done" not in answer:
+                    return
+                on_progress(answer["done"], answer["total"])
+            if is_cancelled():
+                raise RequestAbortedError("the merge was cancelled")
+            if is_begun or is_new:  # else it ended because it had waited for long
+                code = process.wait()
+                text = f"the process of the merge ended unexpectedly (exit status {code})"
+                raise LoraplexError(f"{text}; was there memory enough for it?")
+
+    def _running(self) -> tuple[subprocess.Popen[str], bool]:
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return self._process, False
+            if self._process is not None:
+                _end(self._process)
+            self._process = _start()
+            return self._process, True
+
+    def end(self) -> None:
+        """At once, whatever it does."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+
+def _question(plan: MergePlan, folder: Path, max_bytes: int) -> dict[str, Any]:
+    origins = [outline.origin for outline in plan.outlines]
+    roots = origins[0].source.allowed_roots
+    return {
+        "wish": asdict(plan.wish),
+        "origins": [[each.name, each.path, each.digest] for each in origins],
+        "roots": None if roots is None else [str(root) for root in roots],
+        "folder": str(folder),
+        "max_bytes": max_bytes,
+    }
+
+
+def _answers(process: subprocess.Popen[str], question: str) -> Any:
+    """Until the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError, ValueError):
+        process.stdin.write(f"{question}\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            yield json.loads(line)
+
+
+def _start() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, *logs.arguments()],
+        env={**child_environment(), "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):
+            pipe.close()
+
+
+# ------------------------------------------------------------------------------------------------- in the process
+
+
+def main() -> None:
+    _lower_priority(STARTING_PRIORITY)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure_from(sys.argv[1:])
+    import torch
+
+    torch.set_num_threads(1)
+    _lower_priority(LOWEST_PRIORITY)
+    while select.select([sys.stdin], [], [], KEEP_S)[0] and (line := sys.stdin.readline()):
+        _say(_answer(json.loads(line)))
+
+
+def _lower_priority(nice: int) -> None:
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    with suppress(OSError):  # a system without autogroups
+        Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _answer(question: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        make_directory(question)
+    except LoraplexError as error:
+        return error.to_payload()
+    except Exception as error:
+        return {"mistake": f"{type(error).__name__}: {error}"[:1000]}
+    return {}
+
+
+def make_directory(question: Mapping[str, Any]) -> None:
+    """What `MergeProcess.make` does, here."""
+    from loraplex.adapters.merging.merge import plan_merge, run_merge
+    from loraplex.adapters.merging.outline import Origin
+    from loraplex.adapters.merging.written import write_directory
+
+    server, fields, roots = os.getppid(), question["wish"], question["roots"]
+    source = AdapterSource(None if roots is None else tuple(map(Path, roots)))
+    origins = [Origin(name, path, source, digest) for name, path, digest in question["origins"]]
+    wish = MergeWish(**{**fields, "adapters": tuple((name, weight) for name, weight in fields["adapters"])})
+    plan = plan_merge(origins, wish, question["max_bytes"])
+    made = run_merge(
+        plan,
+        question["max_bytes"],
+        lambda done, total: _say({"done": done, "total": total}),
+        lambda: os.getppid() != server,
+    )
+    write_directory(made, Path(question["folder"]))
+
+
+if __name__ == "__main__":
+    main()
