@@ -1,6 +1,7 @@
 """Which weights answer for which name: `LoRARegistry`, what it hands out and what its verbs return."""
 
 from loraplex.adapters.registry.adapter_name import check_clients_name
+from loraplex.adapters.registry.held import HeldAdapters
 from loraplex.adapters.registry.records import AdapterText, Journal, NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.adapters.registry.registry import LoRARegistry, OnChange, start_thread
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
@@ -10,6 +11,7 @@ from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo
 __all__ = [
     "AdapterInfo",
     "AdapterText",
+    "HeldAdapters",
     "Journal",
     "LoRARef",
     "LoRARegistry",

@@ -119,6 +119,18 @@ class LoRARegistry:
             self._table.use(version, self._clock())
             return version.ref
 
+    def hold(self, name: str) -> LoRARef:
+        """A reference as of `acquire`, for what may not become a request: it is not counted as one."""
+        with self._lock:
+            version = self._table.answering(name)
+            version.num_references += 1
+            return version.ref
+
+    def acquire_held(self, ref: LoRARef) -> None:
+        """One more reference to a version that the caller holds, whatever its name means by now: for a request."""
+        with self._lock:
+            self._table.use(self._table.in_use(ref.adapter_id), self._clock())
+
     def is_forced_out(self, adapter_id: int) -> bool:
         """Whether the adapter of a request that has a reference was unloaded by force since.
 
