@@ -112,7 +112,7 @@ class Drain:
     def _leave_memory(self, version: AdapterVersion) -> bool:
         """Off the device and out of host memory."""
         has_changed = False
-        while self._tier_of(version) in (Tier.DEVICE, Tier.HOST) and self._store.evict_adapter(version.adapter_id):
+        while self._store.evict_adapter(version.adapter_id):  # the last call, for nothing, ends predictions of it
             has_changed = True
         return has_changed
 
