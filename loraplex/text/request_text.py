@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.files import GENERATION_CONFIG
 from loraplex.core import SamplingParams
 from loraplex.errors import InvalidRequestError, ModelConfigError, shown
 from loraplex.text.tokenizer import Tokenizer, read_json
 
-GENERATION_CONFIG = "generation_config.json"
 FIELD_OF = {
     "temperature": "temperature",
     "top_p": "top_p",

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken
 
+from loraplex.adapters.files import TOKENIZER
 from loraplex.errors import shown
 from loraplex.text.chat_template import Json
 from loraplex.text.tokenizer import Tokenizer, added_token
-
-TOKENIZER = "tokenizer.json"
 
 Declared = tuple[tuple[int, AddedToken], ...]
 """Tokens with their ids, as a file says them."""

@@ -434,3 +434,38 @@ class LoRARegistry:
     def restore(self) -> None:
         """Make all that is registered known to a store that started empty again, as `resume` does."""
         self._loader.attach()
+
+
+class HeldAdapters:
+    """The versions of a request that is still being read: one that encodes a prompt with its tokenizer has to answer it,
+    whatever is reloaded, switched or unloaded between the two.
+
+    `refs` are held until each of `num_prompts` prompts took them, or this is closed; () for the base model.
+    registry: None only without refs.
+    """
+
+    def __init__(
+        self, registry: LoRARegistry | None = None, refs: tuple[LoRARef, ...] = (), num_prompts: int = 1
+    ) -> None:
+        self._registry = registry
+        self._num_left = num_prompts
+        self.refs = refs
+
+    def take(self) -> tuple[LoRARef, ...]:
+        """References of one prompt, as `acquire` gives them: the caller releases them."""
+        assert self._num_left > 0, "what is not held may be gone"
+        for ref in self.refs:
+            assert self._registry is not None
+            self._registry.acquire_held(ref)
+        if self._num_left == 1:
+            self.close()
+        else:
+            self._num_left -= 1
+        return self.refs
+
+    def close(self) -> None:
+        if self._num_left:
+            self._num_left = 0
+            for ref in self.refs:
+                assert self._registry is not None
+                self._registry.release(ref)
