@@ -437,7 +437,7 @@ class LoRARegistry:
 
 
 class HeldAdapters:
-    """The versions of a request that is still being read: one that encodes a prompt with its tokenizer has to answer it,
+    """The versions of a request that is still being read: one that encodes a prompt with its tokenizer also answers it,
     whatever is reloaded, switched or unloaded between the two.
 
     `refs` are held until each of `num_prompts` prompts took them, or this is closed; () for the base model.
