@@ -154,6 +154,8 @@ class Drain:
         """To undo after an error, which is the one to report. Whether it worked."""
         try:
             call(adapter_id)
+        except AdapterNotFoundError:
+            return False  # an unload came between and dropped it: nothing is left to undo
         except Exception:
             _log.warning("adapter_id %d: undoing a failed verb failed too", adapter_id, exc_info=True)
             return False
