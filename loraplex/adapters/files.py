@@ -51,8 +51,11 @@ BIN_NAME = "adapter_model.bin"
 WEIGHT_NAMES = (SAFETENSORS_NAME, INDEX_NAME, BIN_NAME)
 NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 """Where older vLLM looks for rows of added tokens: to serve without them would be another adapter."""
-_TOKEN_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TEXT_NAMES = (*_TOKEN_NAMES, "chat_template.jinja", "generation_config.json")
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+TEMPLATE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
+TOKEN_NAMES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
+TEXT_NAMES = (*TOKEN_NAMES, TEMPLATE, GENERATION_CONFIG)
 """What is about the text of its requests (text/adapter_text.py)."""
 
 MAX_CONFIG_BYTES = 2**20

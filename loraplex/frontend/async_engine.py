@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from loraplex.adapters.registry import LoadResult, LoadStatus, LoRARef, LoRARegistry, start_thread
+from loraplex.adapters.registry import HeldAdapters, LoadResult, LoadStatus, LoRARef, LoRARegistry, start_thread
 from loraplex.config import EngineConfig
 from loraplex.core import (
     AdapterChoice,
@@ -145,6 +145,10 @@ class AsyncEngine(AdapterVerbs):
         """What reads and writes the requests of an adapter's version; None: of the base model."""
         return self._front.text_of(ref)
 
+    def hold_adapters(self, choice: AdapterChoice, num_prompts: int = 1) -> HeldAdapters:
+        """The adapters of a request whose prompts are yet to be encoded. Raises as `generate` does."""
+        return self._front.hold_adapters(choice, num_prompts)
+
     @property
     def registry(self) -> LoRARegistry | None:
         return self._front.registry
@@ -236,17 +240,18 @@ class AsyncEngine(AdapterVerbs):
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        held: HeldAdapters | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one prompt; `model` names an adapter or a mix, None the base.
 
-        Raises any LoraplexError.
+        held: what `hold_adapters(model)` gave before the prompt was encoded. Raises any LoraplexError.
         """
         self.check_can_serve()
         if lora_request is not None:
             model = choice_of(lora_request)
             for each in lora_requests_of(lora_request):
                 await self._load_requested(each)
-        refs = self._front.acquire(model)
+        refs = self._front.acquire(model) if held is None else held.take()
         try:
             prepared = self._front.inputs.prepare(
                 request_id,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapters.registry import Journal, LoRARef, LoRARegistry, OnChange
+from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import EngineConfig
@@ -71,12 +71,15 @@ class Front:
         Raises InvalidRequestError for a mix in which two names mean one adapter, and for an adapter whose context was
         allowed when it was loaded, before a restart, and is not now.
         """
+        return self._refs(choice, LoRARegistry.acquire)
+
+    def _refs(self, choice: AdapterChoice, refer: Callable[[LoRARegistry, str], LoRARef]) -> tuple[LoRARef, ...]:
         if choice is None:
             return ()
         registry, refs = self.registry_or_refuse(), list[LoRARef]()
         try:
             for name in [name for name, _ in choice.parts] if isinstance(choice, AdapterMix) else [choice]:
-                refs.append(registry.acquire(name))
+                refs.append(refer(registry, name))
             if len({ref.adapter_id for ref in refs}) < len(refs):
                 raise InvalidRequestError(f"the mix {choice} has one adapter twice; add its weights up", param="model")
             for ref in refs:
@@ -94,6 +97,10 @@ class Front:
                 "long_lora_scaling_factors does not allow any more: start the server with it",
                 param="model",
             )
+
+    def hold_adapters(self, choice: AdapterChoice, num_prompts: int) -> HeldAdapters:
+        """The adapters of a request whose prompts are yet to be encoded; refused as by `acquire`."""
+        return HeldAdapters(self.registry, self._refs(choice, LoRARegistry.hold), num_prompts)
 
     def release(self, refs: Iterable[LoRARef]) -> None:
         for ref in refs:

@@ -307,12 +307,16 @@ class LoRAModelManager:
             return self._residency.demote_locked(adapter.weights) or was_pinned
 
     def evict_adapter(self, adapter_id: int) -> bool:
-        """One tier down: device to host, or host to source. False when it is in use, pinned, loading, or in no tier."""
+        """One tier down: device to host, or host to source. False when it is in use, pinned, loading, or in no tier.
+
+        Out of memory it stays until it is asked for: no prediction brings it back.
+        """
         with self._residency.held():
             weights = self._residency.adapter_locked(adapter_id).weights
             self._residency.await_loan_locked(weights)
             if self._residency.demote_locked(weights):
                 return True
+            weights.is_prediction_off = weights.num_running == 0
             if weights.host is None or not weights.is_idle:
                 return False
             self._log.counters.evictions["verb"] += 1

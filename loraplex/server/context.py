@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from loraplex.adapters.registry import LoRARef
+from loraplex.adapters.registry.adapter_name import address_text
 from loraplex.core import AdapterChoice
 from loraplex.frontend.making import AdapterMaker
 from loraplex.server.audit import Audit
@@ -13,7 +18,7 @@ from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Connections
-from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.engine_surface import EngineSurface, TextSurface
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
 from loraplex.server.listener import max_connections
@@ -46,11 +51,31 @@ class ServerContext:
     keys: KeyRing
     maker: AdapterMaker
 
-    async def target_of(self, adapter: AdapterChoice, client: str) -> Target:
+    @asynccontextmanager
+    async def targets(
+        self, choices: Sequence[AdapterChoice], client: str
+    ) -> AsyncIterator[Mapping[AdapterChoice, Target]]:
+        """Of the prompts of a request, by what they go through. An error in the block lets the adapters go; without one
+        they are held until `Generator.run` is over. Raises AdapterNotFoundError."""
+        with ExitStack() as stack:
+            targets: dict[AdapterChoice, Target] = {}
+            for choice, num_prompts in Counter(choices).items():
+                held = self.engine.hold_adapters(choice, num_prompts)
+                stack.callback(held.close)
+                text = await self.text_of(held.refs, client)
+                is_own = isinstance(choice, str) and bool(text.digest)
+                ref = held.refs[0] if is_own else None
+                address = choice if ref is None else address_text(ref.adapter_name, ref.adapter_version)
+                targets[choice] = Target(choice, address, text, held)
+            yield targets
+            stack.pop_all()
+
+    async def text_of(self, refs: Sequence[LoRARef], client: str) -> TextSurface:
         """In a thread where an adapter's tokenizer may have to be made first, which takes tens of milliseconds."""
-        if self.names.brings_text(adapter):
-            return await self.views.run(client, partial(self.names.target_of, adapter), 0)
-        return self.names.target_of(adapter)
+        ref = refs[0] if len(refs) == 1 else None
+        if ref is not None and ref.text is not None:
+            return await self.views.run(client, partial(self.engine.text_of, ref), 0)
+        return self.engine.text_of(ref)
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:

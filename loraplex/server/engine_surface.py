@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from loraplex.adapters.registry import LoRARef, LoRARegistry
+from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
@@ -105,6 +105,10 @@ class EngineSurface(Protocol):
         """Of a version of an adapter; None: of the base model."""
         ...
 
+    def hold_adapters(self, choice: AdapterChoice, num_prompts: int = 1) -> HeldAdapters:
+        """The adapters of a request whose prompts are yet to be encoded. Raises AdapterNotFoundError."""
+        ...
+
     @property
     def model_info(self) -> ModelInfoSurface: ...
 
@@ -137,8 +141,9 @@ class EngineSurface(Protocol):
         *,
         model: AdapterChoice = None,
         cache_salt: str = "",
+        held: HeldAdapters | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Cumulative outputs."""
+        """Cumulative outputs. held: what `hold_adapters(model)` gave; the first look at an output takes it."""
         ...
 
     async def abort(self, request_id: str) -> None:

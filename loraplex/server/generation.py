@@ -187,14 +187,21 @@ class Generator:
         self._histograms = histograms
         self._begins = Turns()
 
-    def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
 
         Raises what the engine raises, RequestAbortedError for a request that something else aborted,
         EngineShutdownError for one that this server's shutdown did, and RequestTimeoutError for one whose deadline has
         passed.
         """
-        return merge([self._outputs(item, generation) for item in generation.items])
+        outputs = merge([self._outputs(item, generation) for item in generation.items])
+        try:
+            async with contextlib.aclosing(outputs):
+                async for each in outputs:
+                    yield each
+        finally:
+            for item in generation.items:
+                item.target.held.close()  # of prompts that did not begin
 
     async def run_to_end(self, generation: Generation) -> list[RequestOutput]:
         """The last output of each prompt."""
@@ -219,6 +226,7 @@ class Generator:
             item.engine_request_id,
             model=item.target.address,
             cache_salt=generation.cache_salt,
+            held=item.target.held,
         )
         with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):
             try:

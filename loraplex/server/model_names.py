@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from loraplex.adapters.registry import LoRARef, LoRARegistry, NameQuery
-from loraplex.adapters.registry.adapter_name import address_text
+from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry, NameQuery
 from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError, clipped
@@ -40,15 +39,16 @@ def split_mix(model: str) -> AdapterMix | None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a prompt is for. A mix is read and written as the base is.
+    """What a prompt is for. A mix of several is read and written as the base is.
 
     address: what the engine is asked for; where an adapter has a text of its own, the version whose text makes the
-    prompt, so that a reload meanwhile does not read it with other weights.
+    prompt. held: that version, until the engine has it, so that no other one reads the prompt.
     """
 
     adapter: AdapterChoice
     address: AdapterChoice
     text: TextSurface
+    held: HeldAdapters = field(default_factory=HeldAdapters)
 
 
 class ModelNames:
@@ -109,21 +109,6 @@ class ModelNames:
         bases = (served + ":" for served in self.served)
         prefix = next((base for base in bases if name.startswith(base)), "")
         return self._require_adapter(name.removeprefix(prefix), name, param)
-
-    def brings_text(self, choice: AdapterChoice) -> bool:
-        """Raises AdapterNotFoundError."""
-        registry = self._engine.registry
-        return isinstance(choice, str) and registry is not None and registry.resolve(choice).text is not None
-
-    def target_of(self, choice: AdapterChoice) -> Target:
-        """Raises AdapterNotFoundError."""
-        registry = self._engine.registry
-        if not isinstance(choice, str) or registry is None:
-            return Target(choice, choice, self._engine.text_of(None))
-        ref = registry.resolve(choice)
-        text = self._engine.text_of(ref)
-        address = address_text(ref.adapter_name, ref.adapter_version) if text.digest else choice
-        return Target(choice, address, text)
 
     def answer_name(self, model: str | None, choice: AdapterChoice) -> str:
         """What the answer says in `model`: the adapter's name, a mix, or the base's name as the client wrote it."""

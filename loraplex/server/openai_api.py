@@ -101,23 +101,23 @@ class OpenAIRoutes:
         self._check_num_sequences(num_prompts, body.n)
         adapters = self._adapters_of(body, num_prompts)
         client = client_of(request)
-        targets = {each: await context.target_of(each, client) for each in dict.fromkeys(adapters)}
-        params = {each: body.to_sampling_params(target.text.defaults) for each, target in targets.items()}
-        for each in params.values():
-            each.check_logprobs(num_prompts * body.n)
-        limits = [body.limit(target.text.defaults) for target in targets.values()]
-        limit = None if None in limits else limits[0]
-        texts = [targets[each].text for each in adapters]
-        prompts = await context.prompts.from_field(body.prompt, texts, body.add_special_tokens, limit, client)
-        num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
-        next(iter(params.values())).check_prompt_logprobs(num_written)
-        if body.echo or body.return_token_ids:
-            size = body.n * sum(prompt.size for prompt in prompts)
-            _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
-        wanted = [(prompt, targets[each], params[each]) for prompt, each in zip(prompts, adapters, strict=True)]
-        body = body.without_bulk()
-        generation = self._generation("cmpl", request, body, wanted, arrived_s)
-        return await self._respond(request, generation, CompletionRenderer(body, generation), body.stream)
+        async with context.targets(adapters, client) as targets:
+            params = {each: body.to_sampling_params(target.text.defaults) for each, target in targets.items()}
+            for each in params.values():
+                each.check_logprobs(num_prompts * body.n)
+            limits = [body.limit(target.text.defaults) for target in targets.values()]
+            limit = None if None in limits else limits[0]
+            texts = [targets[each].text for each in adapters]
+            prompts = await context.prompts.from_field(body.prompt, texts, body.add_special_tokens, limit, client)
+            num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
+            next(iter(params.values())).check_prompt_logprobs(num_written)
+            if body.echo or body.return_token_ids:
+                size = body.n * sum(prompt.size for prompt in prompts)
+                _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
+            wanted = [(prompt, targets[each], params[each]) for prompt, each in zip(prompts, adapters, strict=True)]
+            body = body.without_bulk()
+            generation = self._generation("cmpl", request, body, wanted, arrived_s)
+            return await self._respond(request, generation, CompletionRenderer(body, generation), body.stream)
 
     @requires(Access.KEY)
     async def chat(self, request: Request) -> Response:
@@ -128,17 +128,18 @@ class OpenAIRoutes:
         self._check_num_sequences(1, body.n)
         client = client_of(request)
         adapter = context.names.choice_of(body.model, body.lora_path, body.mix)
-        target = await context.target_of(adapter, client)
-        params = body.to_sampling_params(target.text.defaults)
-        params.check_logprobs(body.n)
-        prompt = await context.prompts.from_chat(body, target.text, client)
-        limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-        context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
-        if body.return_token_ids and body.stream:
-            _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
-        body = body.without_bulk()
-        generation = self._generation("chatcmpl", request, body, [(prompt, target, params)], arrived_s)
-        return await self._respond(request, generation, ChatRenderer(body, generation), body.stream)
+        async with context.targets([adapter], client) as targets:
+            target = targets[adapter]
+            params = body.to_sampling_params(target.text.defaults)
+            params.check_logprobs(body.n)
+            prompt = await context.prompts.from_chat(body, target.text, client)
+            limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+            context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
+            if body.return_token_ids and body.stream:
+                _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
+            body = body.without_bulk()
+            generation = self._generation("chatcmpl", request, body, [(prompt, target, params)], arrived_s)
+            return await self._respond(request, generation, ChatRenderer(body, generation), body.stream)
 
     @requires(Access.KEY)
     async def list_models(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:

@@ -66,7 +66,9 @@ class TokenizeRoutes:
     async def _text_of(self, model: str | None, client: str) -> TextSurface:
         """A name that is sent must exist."""
         adapter = None if model is None else self._context.names.choice_of(model)
-        return (await self._context.target_of(adapter, client)).text
+        held = self._context.engine.hold_adapters(adapter)
+        held.close()  # the text stays, and no version answers
+        return await self._context.text_of(held.refs, client)
 
     def _reply(self, prompt: Prompt, text: TextSurface, wants_strings: bool) -> Response:
         ids, tokenizer = list(prompt.token_ids), tokenizer_of(text)

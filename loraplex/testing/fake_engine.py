@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import LoRARef, LoRARegistry, OpenedAdapter
+from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
 from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
@@ -75,13 +75,14 @@ class FakeHealth:
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
-    """One call of `generate`, as it came."""
+    """One call of `generate`, as it came. adapter_ids: the versions that answer it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     model: AdapterChoice
     cache_salt: str
+    adapter_ids: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -152,6 +153,13 @@ class FakeAsyncEngine(AdapterVerbs):
         own = None if ref is None else self.texts.get(ref.adapter_name)
         return own or FakeText(self.tokenizer, self.model_info.vocab_size)
 
+    def hold_adapters(self, choice: AdapterChoice, num_prompts: int = 1) -> HeldAdapters:
+        return HeldAdapters(self._registry, self._refs(choice, LoRARegistry.hold), num_prompts)
+
+    def _refs(self, choice: AdapterChoice, refer: Callable[[LoRARegistry, str], LoRARef]) -> tuple[LoRARef, ...]:
+        names = [name for name, _ in choice.parts] if isinstance(choice, AdapterMix) else [choice] if choice else []
+        return tuple(refer(self._registry_or_refuse(), name) for name in names)
+
     @property
     def registry(self) -> LoRARegistry | None:
         return self._registry
@@ -211,6 +219,7 @@ class FakeAsyncEngine(AdapterVerbs):
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        held: HeldAdapters | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_can_serve()
         if request_id in self._runs:
@@ -220,10 +229,9 @@ class FakeAsyncEngine(AdapterVerbs):
             model = choice_of(lora_request)
         is_text = isinstance(prompt, str)
         token_ids = tuple(self._tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
-        names = [name for name, _ in model.parts] if isinstance(model, AdapterMix) else [model] if model else []
-        refs = [self._registry_or_refuse().acquire(name) for name in names]
+        refs = self._refs(model, LoRARegistry.acquire) if held is None else held.take()
         run = self._runs[request_id] = _Run(tuple(ref.adapter_id for ref in refs))
-        self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt))
+        self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt, run.adapter_ids))
         failure = self._failures.pop(0) if self._failures else None
         is_finished = False
         try:

@@ -26,7 +26,16 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from loraplex.adapters.files import AdapterFolder
+from loraplex.adapters.files import (
+    ADDED_TOKENS,
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS,
+    TEMPLATE,
+    TOKEN_NAMES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    AdapterFolder,
+)
 from loraplex.adapters.registry import AdapterText
 from loraplex.errors import (
     AdapterValidationError,
@@ -37,22 +46,18 @@ from loraplex.errors import (
 )
 from loraplex.sampling_params import MAX_STOP_TOKEN_IDS
 from loraplex.text.chat_template import Json
-from loraplex.text.request_text import GENERATION_CONFIG, RequestText, generation_defaults, json_object
+from loraplex.text.request_text import RequestText, generation_defaults, json_object
 from loraplex.text.template_process import TemplateProcesses
 from loraplex.text.tokenizer import SpecialTokens, Tokenizer, named_templates, stated_eos_token_ids
 from loraplex.text.tokenizer_file import (
     MAX_ADDED_TOKENS,
     MAX_TOKEN_CHARS,
-    TOKENIZER,
     Declared,
     check_meaning,
     read_added_tokens,
     token_entry,
 )
 
-TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
-TOKEN_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
 MAX_SMALL_BYTES = 2**21
 MAX_TEMPLATE_BYTES = 2**17
 MAX_TEMPLATES, MAX_NAME_CHARS = 16, 64
@@ -126,7 +131,7 @@ class AdapterTexts:
     def _read_tokens(self, folder: AdapterFolder) -> dict[str, Json]:
         base = self._base.tokenizer
         assert base is not None
-        files = {name: data for name in TOKEN_FILES if (data := self._bytes(folder, name)) is not None}
+        files = {name: data for name in TOKEN_NAMES if (data := self._bytes(folder, name)) is not None}
         template = self._bytes(folder, TEMPLATE)
         is_copy = {name: self._digest(data) == self._base_digest(name) for name, data in files.items()}
         document: dict[str, Json] = {}

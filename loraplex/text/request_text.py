@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.files import GENERATION_CONFIG
 from loraplex.core import SamplingParams
 from loraplex.errors import InvalidRequestError, ModelConfigError, shown
 from loraplex.text.tokenizer import Tokenizer, read_json
 
 MAX_JSON_VALUES = 2**17
-GENERATION_CONFIG = "generation_config.json"
 FIELD_OF = {
     "temperature": "temperature",
     "top_p": "top_p",

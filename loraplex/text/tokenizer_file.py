@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken
 
+from loraplex.adapters.files import TOKENIZER
 from loraplex.errors import shown
 from loraplex.text.chat_template import Json
 from loraplex.text.tokenizer import Tokenizer, added_token
 from loraplex.text.utf8 import decode_in_pieces
-
-TOKENIZER = "tokenizer.json"
 
 Declared = tuple[tuple[int, AddedToken], ...]
 """Tokens with their ids, as a file says them."""

@@ -290,6 +290,48 @@ def test_a_switch_to_what_is_unloaded_meanwhile_leaves_the_old_adapter(bench: Be
     bench.registry.release(bench.registry.resolve("old"))
 
 
+def reload(registry: LoRARegistry) -> object:
+    return registry.load("sql", "/sql", load_inplace=True)
+
+
+def switch(registry: LoRARegistry) -> object:
+    return registry.switch("sql", "new")
+
+
+@pytest.mark.parametrize(("verb", "fails_at"), [(reload, "pin"), (switch, "promote")])
+def test_a_failed_verb_has_nothing_to_undo_on_what_a_forced_unload_has_dropped(
+    bench: Bench,
+    pool: ThreadPoolExecutor,
+    caplog: pytest.LogCaptureFixture,
+    verb: Callable[[LoRARegistry], object],
+    fails_at: str,
+) -> None:
+    """The old version had a pin, which the verb has lifted, and the new one finds no room."""
+    registry, store = bench.registry, bench.store
+    registry.load("new", "/new")
+    registry.load("sql", "/sql", is_pinned=True)
+    store.device_room = 1
+    gate = Gate()
+
+    def meet(method: str) -> None:
+        """Once the old version has no pin and is off the device."""
+        if method == fails_at and not store.pinned() and (verb is reload or not store.on_device()):
+            store.faults.before = lambda method: None
+            gate.pass_through()
+            raise AdapterNoRoomError("no room for the new one")
+
+    store.faults.before = meet
+    future = pool.submit(verb, registry)
+    assert gate.arrived.wait(WAIT_S)
+    assert registry.unload("sql", force=True).is_drained
+    gate.opened.set()
+    assert isinstance(future.exception(WAIT_S), AdapterNoRoomError)
+    assert [record.message for record in caplog.records] == []
+    assert registry.names() == ("new",)
+    assert store.pinned() == set()
+    assert len(store.adapters) == 1
+
+
 def test_unload_waits_until_its_deadline_for_the_last_request(bench: Bench, pool: ThreadPoolExecutor) -> None:
     bench.registry.load("sql", "/sql")
     held = bench.registry.acquire("sql")

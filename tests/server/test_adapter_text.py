@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from httpx import ASGITransport, AsyncClient
 
-from loraplex.adapters.registry import AdapterText, LoRARegistry, OpenedAdapter
+from loraplex.adapters.registry import AdapterText, LoRARef, LoRARegistry, OpenedAdapter
+from loraplex.errors import AdapterUnavailableError
 from loraplex.server import create_app
+from loraplex.server.prompts import PromptEncoder
 from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -125,11 +128,107 @@ async def test_logprobs_have_the_texts_of_the_adapter(client: AsyncClient) -> No
 
 
 async def test_a_prompt_goes_to_the_version_that_read_it(client: AsyncClient, engine: FakeAsyncEngine) -> None:
-    """A reload meanwhile, with another template, does not answer it; an adapter without a text needs no such care."""
+    """And a request that has the base's text is for the name."""
     await post(client, "/v1/completions", model="own", prompt="x")
     assert engine.requests[-1].model == "own@1"
     await post(client, "/v1/completions", model="plain", prompt="x")
     assert engine.requests[-1].model == "plain"
+
+
+def reload(registry: LoRARegistry, name: str) -> None:
+    registry.load(name, f"/another-{name}", load_inplace=True)
+
+
+def load_again(registry: LoRARegistry, name: str) -> None:
+    """Under the number of the version before."""
+    registry.unload(name)
+    registry.load(name, f"/another-{name}")
+
+
+def switch(registry: LoRARegistry, name: str) -> None:
+    registry.switch(name, "own" if name == "plain" else "plain")
+
+
+BODIES = {
+    "/v1/completions": {"prompt": ["hi", "ho"]},
+    "/v1/chat/completions": {"messages": CHAT},
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", ["own", "plain"])
+@pytest.mark.parametrize("verb", [reload, load_again, switch])
+async def test_the_version_that_reads_a_prompt_answers_it(
+    client: AsyncClient,
+    engine: FakeAsyncEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: Callable[[LoRARegistry, str], None],
+    name: str,
+    path: str,
+    is_stream: bool,
+) -> None:
+    """Whatever happens to its name between the two; the next request has the text of what answers then."""
+    registry, check, text_of = engine.registry, PromptEncoder.check, engine.text_of
+    assert registry is not None
+    before, other = registry.resolve(name).adapter_id, "plain" if name == "own" else "own"
+    is_old = {registry.resolve(each).adapter_id for each in ("own", "plain")}.__contains__
+
+    def texts(ref: LoRARef | None) -> FakeText:
+        """A version that is loaded later has the text that its name had not."""
+        swapped = {"own": "plain", "plain": "own"}
+        is_new = ref is not None and not is_old(ref.adapter_id)
+        return text_of(replace(ref, adapter_name=swapped[ref.adapter_name]) if ref is not None and is_new else ref)
+
+    def meanwhile(self: PromptEncoder, *values: Any, **named: Any) -> None:
+        check(self, *values, **named)
+        if not is_changed:
+            is_changed.append(True)
+            verb(registry, name)
+
+    is_changed: list[bool] = []
+    monkeypatch.setattr(engine, "text_of", texts)
+    monkeypatch.setattr(PromptEncoder, "check", meanwhile)
+    for is_later in (False, True):
+        engine.requests.clear()
+        reply = await client.post(path, json={"model": name, "stream": is_stream, "max_tokens": 2, **BODIES[path]})
+        assert reply.status_code == 200, reply.text
+        assert "error" not in reply.text
+        reads_loudly = (name == "own") is not is_later
+        for index, request in enumerate(engine.requests):
+            assert read(engine, index).isupper() is reads_loudly
+            assert (request.adapter_ids == (before,)) is not is_later
+        assert registry.num_references == 0
+    if verb is switch:
+        assert engine.requests[-1].adapter_ids == (registry.resolve(other).adapter_id,)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_what_is_held_for_a_prompt_returns_whatever_happens(
+    client: AsyncClient, engine: FakeAsyncEngine, is_stream: bool
+) -> None:
+    """Refused before and after its adapter is held, failed by the engine, with prompts that never begin."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "x" * 4000},
+        {"prompt": [[5], [OWN_TOKEN + 9]]},
+        {"prompt": "x", "lora_path": ["own", "unknown"]},
+        {"prompt": ["a", "b", "c"], "lora_path": ["own", "plain", "own"]},
+    ]
+    for body in bodies:
+        engine.fail_next(AdapterUnavailableError("its source is gone"))
+        reply = await client.post(
+            "/v1/completions", json={"model": "base", "lora_path": "own", "stream": is_stream, **body}
+        )
+        assert "error" in reply.text
+        assert engine.registry is not None
+        assert engine.registry.num_references == 0
+
+
+async def test_a_mix_of_one_is_read_as_the_engine_reads_it(client: AsyncClient, engine: FakeAsyncEngine) -> None:
+    for parts, words in (({"own": 0.5}, "X"), ({"own": 0.5, "plain": 0.5}, "x")):
+        merged = {"ids": list(parts), "weights": list(parts.values())}
+        await post(client, "/v1/completions", model="base", prompt="x", merged_adapters=merged)
+        assert read(engine) == words
 
 
 async def test_the_adapters_page_says_what_each_brings(client: AsyncClient, engine: FakeAsyncEngine) -> None:

@@ -2,7 +2,7 @@
 
 from loraplex.adapters.registry.adapter_name import check_clients_name
 from loraplex.adapters.registry.records import AdapterText, Journal, NameChange, NameRecord, NameUsage, VersionRecord
-from loraplex.adapters.registry.registry import LoRARegistry, OnChange, start_thread
+from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, OnChange, start_thread
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
 from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo, VersionState
@@ -10,6 +10,7 @@ from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo
 __all__ = [
     "AdapterInfo",
     "AdapterText",
+    "HeldAdapters",
     "Journal",
     "LoRARef",
     "LoRARegistry",

@@ -112,7 +112,7 @@ class Drain:
     def _leave_memory(self, version: AdapterVersion) -> bool:
         """Off the device and out of host memory."""
         has_changed = False
-        while self._tier_of(version) in (Tier.DEVICE, Tier.HOST) and self._store.evict_adapter(version.adapter_id):
+        while self._store.evict_adapter(version.adapter_id):  # the last call, for nothing, ends predictions of it
             has_changed = True
         return has_changed
 
@@ -154,6 +154,8 @@ class Drain:
         """To undo after an error, which is the one to report. Whether it worked."""
         try:
             call(adapter_id)
+        except AdapterNotFoundError:
+            return False  # an unload came between and dropped it: nothing is left to undo
         except Exception:
             _log.warning("adapter_id %d: undoing a failed verb failed too", adapter_id, exc_info=True)
             return False

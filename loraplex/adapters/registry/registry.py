@@ -119,6 +119,18 @@ class LoRARegistry:
             self._table.use(version, self._clock())
             return version.ref
 
+    def hold(self, name: str) -> LoRARef:
+        """A reference as of `acquire`, for what may not become a request: it is not counted as one."""
+        with self._lock:
+            version = self._table.answering(name)
+            version.num_references += 1
+            return version.ref
+
+    def acquire_held(self, ref: LoRARef) -> None:
+        """One more reference to a version that the caller holds, whatever its name means by now: for a request."""
+        with self._lock:
+            self._table.use(self._table.in_use(ref.adapter_id), self._clock())
+
     def is_forced_out(self, adapter_id: int) -> bool:
         """Whether the adapter of a request that has a reference was unloaded by force since.
 
@@ -422,3 +434,38 @@ class LoRARegistry:
     def restore(self) -> None:
         """Make all that is registered known to a store that started empty again, as `resume` does."""
         self._loader.attach()
+
+
+class HeldAdapters:
+    """The versions of a request that is still being read: one that encodes a prompt with its tokenizer also answers it,
+    whatever is reloaded, switched or unloaded between the two.
+
+    `refs` are held until each of `num_prompts` prompts took them, or this is closed; () for the base model.
+    registry: None only without refs.
+    """
+
+    def __init__(
+        self, registry: LoRARegistry | None = None, refs: tuple[LoRARef, ...] = (), num_prompts: int = 1
+    ) -> None:
+        self._registry = registry
+        self._num_left = num_prompts
+        self.refs = refs
+
+    def take(self) -> tuple[LoRARef, ...]:
+        """References of one prompt, as `acquire` gives them: the caller releases them."""
+        assert self._num_left > 0, "what is not held may be gone"
+        for ref in self.refs:
+            assert self._registry is not None
+            self._registry.acquire_held(ref)
+        if self._num_left == 1:
+            self.close()
+        else:
+            self._num_left -= 1
+        return self.refs
+
+    def close(self) -> None:
+        if self._num_left:
+            self._num_left = 0
+            for ref in self.refs:
+                assert self._registry is not None
+                self._registry.release(ref)

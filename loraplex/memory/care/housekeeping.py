@@ -113,7 +113,8 @@ class Housekeeping:
         """Bring adapters nearer that are expected, the likeliest first; none leaves for another. Returns how many."""
         with self._residents.held():
             known = self._residents.known_locked()
-            expected = [known[each].weights for each in adapter_ids if each in known]
+            found = [known[each].weights for each in adapter_ids if each in known]
+            expected = [weights for weights in found if not weights.is_prediction_off]
             for weights in expected:
                 self._residents.want_locked(weights)
             return sum(self._begin_locked(weights) for weights in expected)

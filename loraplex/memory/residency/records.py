@@ -149,6 +149,7 @@ class StoredWeights:
     has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
     brought_from: what the load read that a request caused and that no request has used yet, None when there was none.
     is_prefetch_off: the last load failed and no request asked since.
+    is_prediction_off: a verb took it out of memory, as a version that is only kept, and no request asked since.
     reload_s: what the last load took, its wait for others included; None before the first.
     """
 
@@ -175,6 +176,7 @@ class StoredWeights:
     is_cold: bool = False
     brought_from: str | None = None
     is_prefetch_off: bool = False
+    is_prediction_off: bool = False
     last_used_s: float = 0.0
     reload_s: float | None = None
 

@@ -101,6 +101,7 @@ class Transfers:
     def ask_locked(self, adapter: StoredAdapter) -> WaitsFor | None:
         """`advance_locked` for a request. Raises the error of a failed load that it waited for."""
         weights = adapter.weights
+        weights.is_prediction_off = False
         if weights.fault is not None or weights.job is not None or weights.failure is not None:
             self._raise_failure_locked(adapter)
         if weights.is_on_device:
@@ -121,6 +122,7 @@ class Transfers:
     def prefetch_locked(self, weights: StoredWeights) -> None:
         """`advance_locked` for a request that is not admitted yet. A failed source waits for a request."""
         weights.wanted_in_pass = self._store.pass_id
+        weights.is_prediction_off = False
         is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
             with suppress(AdapterError, EngineShutdownError):
