@@ -11,7 +11,7 @@ import itertools
 import math
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from peft import LoraConfig
 
 from loraplex import LoRAConfig
 from loraplex.compat.vllm import WorkerLoRAManager
-from loraplex.core import AdapterMix
+from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.engine import memory_plan
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -50,7 +50,7 @@ from loraplex.errors import (
 from loraplex.memory.space.arena import Owner
 from tests.engine.alora_oracle import ActivatedOracle
 from tests.engine.driver import Driver, packed_nbytes
-from tests.engine.mix_oracles import cat_oracle
+from tests.engine.mix_oracles import active_oracle, cat_oracle
 from tests.fixtures import MIN_GAP, TARGET_MODULES, VOCAB_SIZE, ModelZoo
 
 NUM_TOKENS = 10
@@ -58,9 +58,11 @@ BLOCK_SIZE = 16
 NUM_KV_BLOCKS = 9
 KV_BLOCK_BYTES = 4 * 2 * BLOCK_SIZE * 16 * 2 * 2  # fp32, K and V, head_dim 16, 2 heads, 2 layers
 NAMES = ("a", "b", "c", "d")
-CONTENTS = ("small", "medium", "other medium", "large", "activated")
 BIASED, ACTIVATED = "large", "activated"
 INVOCATION = [77, 78]
+CONTENT = st.integers(0, 2**16)
+"""Number of a content of the world, modulo how many it has."""
+
 MIX_WEIGHTS = (0.7, 0.3)
 ASKS = st.tuples(
     st.sampled_from([None, *NAMES, *NAMES]), st.integers(0, 3), st.sampled_from([1, 4, NUM_TOKENS, NUM_TOKENS])
@@ -71,13 +73,26 @@ SOURCE_ERRORS = (AdapterContentChangedError, AdapterUnavailableError)
 @dataclass(frozen=True)
 class World:
     """What there is to play with. `expected[contents][i]` is what the model alone says to prompt i: the base, through
-    one adapter, or through a mix of two with MIX_WEIGHTS."""
+    one adapter, or through a mix of two with MIX_WEIGHTS; a mix that is not there is refused.
+
+    scores: log probabilities to the bit, where an answer must have those. is_counted: room is a number of adapters.
+    """
 
     base: Path
     contents: Mapping[str, Path]
     prompts: list[list[int]]
     expected: Mapping[tuple[str, ...], list[tuple[int, ...]]]
     nbytes: Mapping[str, int]
+    scores: Mapping[tuple[str, ...], list[list[dict[int, float]]]] = field(default_factory=dict)
+    mix_weights: tuple[float, float] = MIX_WEIGHTS
+    is_counted: bool = False
+
+    def content(self, number: int) -> str:
+        return list(self.contents)[number % len(self.contents)]
+
+    def key(self, contents: Sequence[str]) -> tuple[str, ...]:
+        """Of `expected`. Weights of one content that add up to one are all of it."""
+        return tuple(dict.fromkeys(contents) if sum(self.mix_weights) == 1 else contents)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +123,8 @@ def find_prompts(
     for name, path in contents.items():
         activated = ActivatedOracle(zoo, base, path) if name == ACTIVATED else None
         oracles[(name,)] = activated or zoo.oracle(base, path)
-    for pair in itertools.combinations(sorted(set(contents) - {BIASED, ACTIVATED}), 2):
-        oracles[pair] = cat_oracle(
+    for pair in itertools.combinations(sorted(set(contents) - {ACTIVATED}), 2):
+        oracles[pair] = (active_oracle if BIASED in pair else cat_oracle)(
             zoo, base, [(contents[each], weight) for each, weight in zip(pair, MIX_WEIGHTS, strict=True)]
         )
     prompts: list[list[int]] = []
@@ -134,8 +149,9 @@ class Asked:
     """A request that runs: what it should say, and what may go wrong with it because of what was done meanwhile."""
 
     request_id: str
-    parts: tuple[tuple[str, str], ...]  # (name, content) of its adapters
-    expected: tuple[int, ...]
+    parts: tuple[tuple[str, str], ...]  # (name, content) of its adapters; expected: None for a mix that is refused
+    expected: tuple[int, ...] | None
+    scores: list[dict[int, float]] | None = None
     may_miss_source: bool = False
     may_lack_room: bool = False
 
@@ -174,13 +190,21 @@ class EngineMachine(RuleBasedStateMachine):
 
     world: ClassVar[World]
 
-    @initialize(is_prefix_caching=st.booleans(), num_device=st.integers(1, 2), aging_steps=st.sampled_from([2, 20]))
-    def start(self, is_prefix_caching: bool, num_device: int, aging_steps: int) -> None:
+    @initialize(
+        is_prefix_caching=st.booleans(),
+        num_device=st.integers(1, 2),
+        aging_steps=st.sampled_from([2, 20]),
+        look_ahead=st.booleans(),
+    )
+    def start(self, is_prefix_caching: bool, num_device: int, aging_steps: int, look_ahead: bool) -> None:
         largest = max(self.world.nbytes.values())
-        self.device_bytes = num_device * largest
+        self.device_bytes = 2**25 if self.world.is_counted else num_device * largest
+        self.max_loras = num_device if self.world.is_counted else None
         lora = LoRAConfig(
             adapter_memory_bytes=self.device_bytes,
-            host_memory_bytes=num_device * largest + self.world.nbytes["small"],
+            host_memory_bytes=self.device_bytes + min(self.world.nbytes.values()),
+            max_loras=self.max_loras,
+            max_cpu_loras=None if self.max_loras is None else self.max_loras + 1,
             aging_steps=aging_steps,
         )
         self.driver = Driver(
@@ -192,6 +216,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=4,
             max_num_batched_tokens=16,
             enable_prefix_caching=is_prefix_caching,
+            look_ahead=look_ahead,
         )
         self.driver.engine._runner._kv.fill_(math.nan)
         self.pool = self.driver.engine.adapters._residency.tiers.host.pool
@@ -200,16 +225,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.sources: dict[str, str | None] = {}
         self.names = Names()
         self.asked: list[Asked] = []
-        for name, content in zip(NAMES[:3], CONTENTS, strict=False):
-            self.load(name, content, load_inplace=False, is_pinned=False)
+        for number, name in enumerate(NAMES[:3]):
+            self.load(name, number, load_inplace=False, is_pinned=False)
 
     # ------------------------------------------------------------------------------------------------------ the sources
 
     def path(self, name: str) -> Path:
         return Path(self.directory.name) / name
 
-    @rule(name=st.sampled_from(NAMES), content=st.sampled_from(CONTENTS))
-    def write_source(self, name: str, content: str) -> None:
+    @rule(name=st.sampled_from(NAMES), number=CONTENT)
+    def write_source(self, name: str, number: int) -> None:
+        content = self.world.content(number)
         shutil.copytree(self.world.contents[content], self.path(name), dirs_exist_ok=True)
         self.sources[name] = content
         self._note_sources()
@@ -236,13 +262,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        content=st.sampled_from(CONTENTS),
+        number=CONTENT,
         load_inplace=st.booleans(),
         is_pinned=st.integers(0, 4).map(lambda n: n == 0),
     )
-    def load(self, name: str, content: str, load_inplace: bool, is_pinned: bool) -> None:
+    def load(self, name: str, number: int, load_inplace: bool, is_pinned: bool) -> None:
         if name not in self.sources or load_inplace:
-            self.write_source(name, content)
+            self.write_source(name, number)
         self._load(name, load_inplace, is_pinned)
 
     @rule(name=st.sampled_from(NAMES))
@@ -310,33 +336,46 @@ class EngineMachine(RuleBasedStateMachine):
         for name, prompt, num_tokens in asks:
             content = None if name is None else self.names.content(name)
             try:
-                request_id = self.driver.submit(self.world.prompts[prompt], name, max_tokens=num_tokens)
+                request_id = self._submit(prompt, name, num_tokens)
             except AdapterNotFoundError:
                 assert name is not None
                 assert content is None
             else:
                 parts = () if name is None or content is None else ((name, content),)
-                expected = self.world.expected[tuple(each for _, each in parts)][prompt][:num_tokens]
-                self.asked.append(Asked(request_id, parts, expected))
+                self._note_asked(request_id, parts, prompt, num_tokens)
         self._note_sources()
+
+    def _submit(self, prompt: int, choice: AdapterChoice, num_tokens: int) -> str:
+        scored = {"logprobs": 2} if self.world.scores else {}
+        return self.driver.submit(self.world.prompts[prompt], choice, max_tokens=num_tokens, **scored)
+
+    def _note_asked(self, request_id: str, parts: tuple[tuple[str, str], ...], prompt: int, num_tokens: int) -> None:
+        key = self.world.key([content for _, content in parts])
+        expected, scores = self.world.expected.get(key), self.world.scores.get(key)
+        self.asked.append(
+            Asked(
+                request_id,
+                parts,
+                None if expected is None else expected[prompt][:num_tokens],
+                None if scores is None else scores[prompt][:num_tokens],
+            )
+        )
 
     @rule(names=st.permutations(NAMES), prompt=st.integers(0, 3), num_tokens=st.sampled_from([1, NUM_TOKENS]))
     def submit_mix(self, names: list[str], prompt: int, num_tokens: int) -> None:
         """Of two names, in the order of their contents: the oracle of a pair is for that."""
         pair = sorted(names[:2], key=lambda name: self.names.content(name) or "")
-        mix = AdapterMix(tuple(zip(pair, MIX_WEIGHTS, strict=True)))
+        mix = AdapterMix(tuple(zip(pair, self.world.mix_weights, strict=True)))
         parts = tuple((name, content) for name in pair if (content := self.names.content(name)) is not None)
         try:
-            request_id = self.driver.submit(self.world.prompts[prompt], mix, max_tokens=num_tokens)
+            request_id = self._submit(prompt, mix, num_tokens)
         except AdapterNotFoundError:
             assert len(parts) < 2
         except InvalidRequestError:
             is_one = len({self.names.aliases.get(name, name) for name in pair}) == 1
             assert is_one or ACTIVATED in (content for _, content in parts)
         else:
-            contents = tuple(dict.fromkeys(content for _, content in parts))  # MIX_WEIGHTS of one content are all of it
-            expected = self.world.expected.get(contents, [()] * 4)[prompt][:num_tokens]
-            self.asked.append(Asked(request_id, parts, expected))
+            self._note_asked(request_id, parts, prompt, num_tokens)
         self._note_sources()
 
     @rule(which=st.integers(0, 9))
@@ -381,17 +420,23 @@ class EngineMachine(RuleBasedStateMachine):
         if error is None:
             output = self.driver.outputs[asked.request_id].outputs[0]
             assert output.finish_reason in ("length", "abort")
-            num_tokens = len(asked.expected) if output.finish_reason == "length" else len(output.token_ids)
-            assert output.token_ids == asked.expected[:num_tokens], f"{asked} said something else"
+            expected = asked.expected or ()  # a mix that would have been refused may be aborted before it is judged
+            num_tokens = len(expected) if output.finish_reason == "length" else len(output.token_ids)
+            assert output.token_ids == expected[:num_tokens], f"{asked} said something else"
+            assert asked.expected is not None or output.finish_reason == "abort", f"{asked} was not refused"
+            if asked.scores is not None:
+                found = [{i: each[i].logprob for i in each} for each in output.logprobs or ()]
+                assert found == asked.scores[:num_tokens], f"{asked} has other bits"
         elif isinstance(error, SOURCE_ERRORS):
             assert asked.may_miss_source, f"{asked} failed: {error}"
         elif isinstance(error, AdapterNoRoomError):
             assert asked.may_lack_room, f"{asked} failed: {error}"
         elif isinstance(error, AdapterMixError):
-            assert BIASED in dict(asked.parts).values(), f"{asked} failed: {error}"
+            assert asked.expected is None, f"{asked} failed: {error}"
         elif isinstance(error, AdapterTooLargeError):
             contents = {content for _, content in asked.parts}
-            assert sum(self.world.nbytes[each] for each in contents) > self.device_bytes, f"{asked} failed: {error}"
+            is_too_large = sum(self.world.nbytes[each] for each in contents) > self.device_bytes
+            assert is_too_large or len(contents) > (self.max_loras or math.inf), f"{asked} failed: {error}"
         else:
             assert isinstance(error, RequestAbortedError), f"{asked} failed: {error!r}"
 
@@ -417,6 +462,10 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_nothing_is_lost_or_mixed_up(world: World) -> None:
+    play(world, max_examples=60)
+
+
+def play(world: World, max_examples: int) -> None:
     class Machine(EngineMachine):
         pass
 
@@ -424,7 +473,7 @@ def test_nothing_is_lost_or_mixed_up(world: World) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=60,
+            max_examples=max_examples,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -499,7 +548,7 @@ def churn(driver: Driver, world: World, root: Path, index: int, errors: list[Bas
     try:
         for _ in range(100):
             name = f"{index}-{rng.randrange(2)}"
-            shutil.copytree(world.contents[rng.choice(CONTENTS)], root / name, dirs_exist_ok=True)
+            shutil.copytree(world.contents[rng.choice(list(world.contents))], root / name, dirs_exist_ok=True)
             with suppress(AdapterNoRoomError):
                 registry.load(name, str(root / name), load_inplace=True)
             for verb in rng.sample(["preload", "evict", "evict", "pin", "unpin", "unload"], k=2):

@@ -166,6 +166,37 @@ def test_chunks_preemption_and_less_room_than_adapters(family: MixFamily) -> Non
         assert stats.memory.resident_bytes["device"] <= room
 
 
+def test_biases_that_do_not_meet_are_mixed(zoo: ModelZoo) -> None:
+    """LoRA's own add up, with their weights, where the base has none; where it has some, they are of other modules."""
+    import peft
+
+    own: dict[str, Any] = {"r": 4, "lora_alpha": 6, "lora_bias": True}
+    configs = {
+        "llama": (
+            peft.LoraConfig(**own, target_modules=["q_proj", "down_proj"]),
+            peft.LoraConfig(**own, target_modules=["q_proj", "o_proj"]),
+            peft.LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "up_proj"]),
+        ),
+        "qwen2": (
+            peft.LoraConfig(r=4, lora_alpha=6, bias="lora_only", target_modules=["k_proj", "gate_proj"]),
+            peft.LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "v_proj"]),
+            peft.LoraConfig(**own, target_modules=["o_proj", "gate_proj"]),
+        ),
+    }
+    weights = {"llama": ((0.7, -0.5), (1.5, 0.5, 1.0)), "qwen2": ((1.0, 1.0), (1.0, 1.0, -0.5))}
+    for family, of_family in configs.items():
+        base = zoo.base(family)
+        paths = {f"{i}": zoo.adapter(base, config, seed=90 + i) for i, config in enumerate(of_family)}
+        requests = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(paths.items(), 1)}
+        cases = []
+        for chosen in weights[family]:
+            parts = tuple(zip(paths, chosen, strict=False))
+            oracle = active_oracle(zoo, base, [(paths[name], weight) for name, weight in parts])
+            cases.append(MixCase(f"{family} {chosen}", parts, fit_case(oracle)))
+        with start(MixFamily(base, requests)) as llm:
+            check(llm, MixFamily(base, requests), cases)
+
+
 # ------------------------------------------------------------------------------------------------------ rows of a batch
 
 

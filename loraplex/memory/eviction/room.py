@@ -34,6 +34,12 @@ class Room:
         self._device = tiers.device
         self._retired = retired
         self._weights = weights
+        self._biased_base = frozenset(
+            (target.name, index)
+            for target in tiers.device.table.targets
+            for index, each in enumerate(target.slices)
+            if each.has_bias
+        )
         self._promises: dict[Tier, StoredWeights] = {}
         self._together: Collection[StoredWeights] = ()  # of the mix that is asked for
         self.pass_id = 0
@@ -184,7 +190,7 @@ class Room:
         for adapter, factor in zip(adapters, factors, strict=True):
             others = [layouts[each.weights] for each in adapters if each is not adapter and each.weights in layouts]
             layout = layouts.get(adapter.weights)
-            why = None if layout is None else _why_not_mixed(layout, factor, others)
+            why = None if layout is None else _why_not_mixed(layout, factor, others, self._biased_base)
             if why is not None:
                 raise AdapterMixError(f"adapter {adapter.name!r} {why}")
         nbytes = together_nbytes(layouts)
@@ -247,23 +253,26 @@ class Room:
         return together_nbytes(each for each in self._held(self._device) if each.num_pinned)
 
 
-def _why_not_mixed(layout: PackedLayout, factor: float, others: Sequence[PackedLayout]) -> str | None:
+def _why_not_mixed(
+    layout: PackedLayout, factor: float, others: Sequence[PackedLayout], biased_base: frozenset[tuple[str, int]]
+) -> str | None:
     """What PEFT has no result for to be equal to.
 
-    It weighs deltas alone, and lets one adapter replace the base's biases, whichever comes first.
+    It weighs deltas alone, LoRA's own biases with them. A bias of the base may be replaced by one adapter, whichever
+    comes first. biased_base: slices of targets that have one.
     """
-    kind, has_biases = layout.mixing, layout.has_biases
+    kind, biases = layout.mixing, layout.biased & biased_base
     if kind is Mixing.ALONE:
         return f"{kind.value}, which are in no mix; name it alone"
     if any(each.rope_factor != layout.rope_factor for each in others):
         return "has another context than others of the mix: all of a mix have one scaling factor"
-    if factor != 1 and (kind is not Mixing.SUM or has_biases):
+    if factor != 1 and (kind is not Mixing.SUM or biases):
         what = "has biases" if kind is Mixing.SUM else f"{kind.value} (DoRA, IA3)"
         return f"{what}: its weight in a mix is 1, not {factor:g}"
     if kind is Mixing.PRODUCT and any(each.mixing is not kind for each in others):
         return "is an IA3, which is mixed with other IA3s only"
-    if has_biases and any(each.has_biases for each in others):
-        return "has biases, and so has another one of the mix: one may"
+    if any(biases & each.biased for each in others):
+        return "has biases, and so has another one of the mix in the same modules: one may"
     return None
 
 

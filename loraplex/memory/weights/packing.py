@@ -128,9 +128,15 @@ class PackedLayout:
         return Mixing.IN_ORDER if all(each.rank for each in gained) else Mixing.PRODUCT
 
     @property
-    def has_biases(self) -> bool:
-        """Trained ones, or those of a base under a DoRA."""
-        return any(each.bias_offset != ABSENT for each in self._slices)
+    def biased(self) -> frozenset[tuple[str, int]]:
+        """Targets and the numbers of their slices with an additive bias. Where the base has none, it is LoRA's own;
+        else it may be trained, or the base's under a DoRA."""
+        return frozenset(
+            (block.target_name, index)
+            for block in self.blocks
+            for index, each in enumerate(block.layouts)
+            if each is not None and each.bias_offset != ABSENT
+        )
 
     @property
     def _slices(self) -> Iterator[SliceLayout]:
