@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -41,13 +40,6 @@ def pytest_configure() -> None:
         raise pytest.UsageError(
             f"loraplex is {found.parent}, not this checkout's; make an environment here: make env-dev"
         )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_is_there_stays() -> None:
-    """transformers, peft and hypothesis are a million objects: to look at them took a fifth of the processor's time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

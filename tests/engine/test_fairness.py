@@ -7,6 +7,8 @@ through one of six adapters by chance.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ SEEDS = range(8)
 LOADS = (0.5, 0.75)
 
 
+@functools.cache
 def end_to_end_s(room: int, seed: int, load: float) -> np.ndarray:
     """Of each request, in order of arrival."""
     random = np.random.default_rng(seed)
