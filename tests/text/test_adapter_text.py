@@ -379,9 +379,17 @@ def test_all_templates_of_a_directory_share_the_time_of_one(place: Place) -> Non
         place.read()
 
 
+def test_characters_of_added_tokens_are_bounded(place: Place) -> None:
+    place.add(*(f"<{i:03}{'x' * 123}>" for i in range(256)))
+    assert place.side().tokenizer is not None
+    place.add(*(f"<{i:03}{'x' * 123}>" for i in range(257)))
+    (only,) = place.reasons()
+    assert "more than 2048 added tokens, or 32768 characters" in only
+
+
 def test_the_document_is_bounded(place: Place) -> None:
     """It is kept for each version, and written to the state directory."""
-    place.add(*(f"<{i}{chr(0x1F600) * 240}>" for i in range(500)))
+    place.write("tokenizer_config.json", {"chat_template": "\U0001f600" * 100_000})
     (only,) = place.reasons()
     assert "more than 1048576 bytes of JSON" in only
 
