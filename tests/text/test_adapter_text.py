@@ -358,6 +358,20 @@ def test_what_a_template_costs_is_bounded(source: str, monkeypatch: pytest.Monke
     templates.close()
 
 
+def test_what_a_template_leaves_in_its_process_is_no_others_loss() -> None:
+    """jinja2 folds the constant, and the compiled template is kept."""
+    templates, large = TemplateProcesses(), "{% for i in range(9) %}" + "{{ messages }}" * 5_000 + "{% endfor %}"
+    num_chars = 40_000_000
+    for index in range(24):
+        try:
+            templates.check({"default": f"{{{{ 'c' * {num_chars} }}}}{index}"})
+        except InvalidRequestError:
+            num_chars = num_chars * 7 // 10
+    templates.check({"default": large})
+    assert templates.render("x", {}) == "x"
+    templates.close()
+
+
 def test_a_long_answer_comes_whole() -> None:
     templates = TemplateProcesses()
     for text in ('"' * 3_000_000, "\u4e2d" * 1_500_000, "\ud800\U0001f600x" * 400_000):
