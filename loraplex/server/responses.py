@@ -18,7 +18,7 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
-MAX_WRITTEN_BYTES = 2**26
+MAX_WRITTEN_BYTES = 2**25
 
 
 class AnswerRoom:
