@@ -11,6 +11,7 @@ from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from loraplex.server.responses import (
+    AnswerRoom,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -40,15 +41,16 @@ class ChatRenderer:
         """`outputs` has the last output of the one prompt."""
         output, request, generation = outputs[0], self._request, self._generation
         self._usage.add(0, output)
+        room = AnswerRoom()
         wants_prompt_logprobs = request.prompt_logprobs is not None and output.prompt_logprobs is not None
         reply = ChatCompletion(
             generation.response_id,
             generation.created,
             generation.model,
-            [self._choice(each) for each in output.outputs],
+            [self._choice(each, room) for each in output.outputs],
             self._usage.usage(),
             prompt_token_ids=list(output.prompt_token_ids) if request.return_token_ids else UNSET,
-            prompt_logprobs=prompt_logprobs(output.prompt_logprobs or ()) if wants_prompt_logprobs else UNSET,
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs or (), room) if wants_prompt_logprobs else UNSET,
         )
         return encode(reply)
 
@@ -98,12 +100,12 @@ class ChatRenderer:
             return self._usage.usage()
         return None if options.include_usage else UNSET
 
-    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+    def _choice(self, completion: CompletionOutput, room: AnswerRoom) -> ChatChoice:
         delta = Cursor().advance(completion)
         return ChatChoice(
             index=completion.index,
             message=ChatMessageReply(delta.text),
-            logprobs=self._logprobs(delta),
+            logprobs=self._logprobs(delta, room),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
@@ -120,8 +122,8 @@ class ChatRenderer:
             token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
         )
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: Delta, room: AnswerRoom | None = None) -> ChatLogprobs | None:
         if not self._request.logprobs or delta.logprobs is None:
             return None
         known = [candidates for candidates in delta.logprobs if candidates is not None]
-        return chat_logprobs(delta.token_ids, known, self._request.top_logprobs, self._texts)
+        return chat_logprobs(delta.token_ids, known, self._request.top_logprobs, self._texts, room)

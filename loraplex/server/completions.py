@@ -11,6 +11,7 @@ from loraplex.server.engine_surface import TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
 from loraplex.server.responses import (
+    AnswerRoom,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -35,10 +36,10 @@ class CompletionRenderer:
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         """`outputs`: the last one of each prompt."""
-        choices = []
+        choices, room = [], AnswerRoom()
         for prompt_index, output in enumerate(outputs):
             self._usage.add(prompt_index, output)
-            choices += [self._choice(prompt_index, output, each) for each in output.outputs]
+            choices += [self._choice(prompt_index, output, each, room) for each in output.outputs]
         return encode(self._completion(choices, self._usage.usage()))
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
@@ -79,11 +80,13 @@ class CompletionRenderer:
     def _index(self, prompt_index: int, output: CompletionOutput) -> int:
         return prompt_index * self._request.n + output.index
 
-    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    def _choice(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, room: AnswerRoom | None = None
+    ) -> CompletionChoice:
         request, cursor = self._request, self._cursor(prompt_index, completion)
         delta = self._delta(prompt_index, output, completion, cursor)
         wants_ids, is_first = request.return_token_ids, delta.is_first
-        logprobs = self._logprobs(prompt_index, delta, cursor)
+        logprobs = self._logprobs(prompt_index, delta, cursor, room)
         if logprobs is not None and logprobs.tokens:
             cursor.text_offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return CompletionChoice(
@@ -94,7 +97,7 @@ class CompletionRenderer:
             stop_reason=None if request.is_echo_only else completion.stop_reason,
             token_ids=list(delta.token_ids) if wants_ids else UNSET,
             prompt_token_ids=list(output.prompt_token_ids) if wants_ids and is_first else UNSET,
-            prompt_logprobs=self._prompt_logprobs(output),
+            prompt_logprobs=self._prompt_logprobs(output, room),
         )
 
     def _delta(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, cursor: Cursor) -> Delta:
@@ -115,16 +118,18 @@ class CompletionRenderer:
     def _tokenizer(self, prompt_index: int) -> TokenizerSurface:
         return tokenizer_of(self._generation.items[prompt_index].target.text)
 
-    def _logprobs(self, prompt_index: int, delta: Delta, cursor: Cursor) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, prompt_index: int, delta: Delta, cursor: Cursor, room: AnswerRoom | None
+    ) -> CompletionLogprobs | None:
         if self._request.logprobs is None or delta.logprobs is None:
             return None
         texts = TokenTexts(self._tokenizer(prompt_index), self._request.return_tokens_as_token_ids)
-        return completion_logprobs(delta.token_ids, delta.logprobs, texts, cursor.text_offset)
+        return completion_logprobs(delta.token_ids, delta.logprobs, texts, cursor.text_offset, room)
 
-    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, output: RequestOutput, room: AnswerRoom | None) -> PromptLogprobs | UnsetType:
         if self._request.prompt_logprobs is None or output.prompt_logprobs is None:
             return UNSET
-        return prompt_logprobs(output.prompt_logprobs)
+        return prompt_logprobs(output.prompt_logprobs, room)
 
 
 def _finish_reason(completion: CompletionOutput, is_echo_only: bool) -> str | None:

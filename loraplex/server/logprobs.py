@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from loraplex.core import Logprob, TokenLogprobs
 from loraplex.server.engine_surface import TokenizerSurface
 from loraplex.server.responses import (
+    AnswerRoom,
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,
@@ -40,7 +41,11 @@ class TokenTexts:
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], texts: TokenTexts, offset: int
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    texts: TokenTexts,
+    offset: int,
+    room: AnswerRoom | None = None,
 ) -> CompletionLogprobs:
     """The legacy form. `logprobs` is parallel to `token_ids`; its entry is None for a prompt's first token."""
     tokens, chosen, tops, offsets = [], [], [], []
@@ -50,7 +55,7 @@ def completion_logprobs(
         tokens.append(text)
         offsets.append(offset)
         chosen.append(None if logprob is None else finite(logprob.logprob))
-        tops.append(None if candidates is None else written(_top_by_text(candidates, texts)))
+        tops.append(None if candidates is None else written(_top_by_text(candidates, texts), room))
         offset += len(text)
     return CompletionLogprobs(text_offset=offsets, token_logprobs=chosen, tokens=tokens, top_logprobs=tops)
 
@@ -64,18 +69,22 @@ def _top_by_text(candidates: TokenLogprobs, texts: TokenTexts) -> dict[str, floa
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int, texts: TokenTexts
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    num_top: int,
+    texts: TokenTexts,
+    room: AnswerRoom | None = None,
 ) -> ChatLogprobs:
     """The chat form: each token, then the `num_top` likeliest at its position (the token itself only if among them)."""
     content = []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
         tops = [_top(key, value, texts) for key, value in _by_rank(candidates)[:num_top]]
         own = _top(token_id, candidates[token_id], texts)
-        content.append(written(TokenLogprob(own.token, own.logprob, own.bytes, tops)))
+        content.append(written(TokenLogprob(own.token, own.logprob, own.bytes, tops), room))
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], room: AnswerRoom | None = None) -> PromptLogprobs:
     return [
         None
         if candidates is None
@@ -83,7 +92,8 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
             {
                 str(token_id): PromptLogprob(finite(item.logprob), item.rank, item.decoded_token)
                 for token_id, item in candidates.items()
-            }
+            },
+            room,
         )
         for candidates in logprobs
     ]

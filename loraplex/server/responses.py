@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import RequestOutput
+from loraplex.errors import InvalidRequestError
 
 Card = TypeVar("Card")
 _ENCODER = msgspec.json.Encoder()
@@ -17,11 +18,36 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
-def written(value: Card) -> Card:
+MAX_WRITTEN_BYTES = 2**25
+
+
+class AnswerRoom:
+    """What the log probabilities of one answer may take. Their number is bounded, but not the length of tokens."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_WRITTEN_BYTES
+
+    def take(self, nbytes: int) -> None:
+        """Raises InvalidRequestError when they are too many in all."""
+        self._num_left -= nbytes
+        if self._num_left < 0:
+            raise InvalidRequestError(
+                f"the log probabilities of this answer take more than {MAX_WRITTEN_BYTES} bytes: ask for fewer, or "
+                "for fewer completions",
+                param="logprobs",
+            )
+
+
+def written(value: Card, room: AnswerRoom | None = None) -> Card:
     """As its JSON, in the place of `value` in an answer. To encode all positions of a long answer in one call would
     keep the event loop waiting for tens of milliseconds: the interpreter's lock is held that long.
+
+    room: of an answer that is kept until it is whole; raises what that raises.
     """
-    return cast("Card", msgspec.Raw(encode(value)))
+    data = encode(value)
+    if room is not None:
+        room.take(len(data))
+    return cast("Card", msgspec.Raw(data))
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ from loraplex.text.request_text import RequestText, generation_defaults, json_ob
 from loraplex.text.template_process import TemplateProcesses
 from loraplex.text.tokenizer import SpecialTokens, Tokenizer, named_templates, stated_eos_token_ids
 from loraplex.text.tokenizer_file import (
+    MAX_ADDED_CHARS,
     MAX_ADDED_TOKENS,
     MAX_TOKEN_CHARS,
     Declared,
@@ -184,11 +185,14 @@ class AdapterTexts:
             raise ValueError(f"{TOKENIZER_CONFIG} names more than {MAX_NAMES} special tokens")
         if max(map(len, special.named), default=0) > MAX_NAME_CHARS:
             raise ValueError(f"{TOKENIZER_CONFIG} has a name of more than {MAX_NAME_CHARS} characters")
-        if len({token.content for token in listed}) - base.num_added_tokens > MAX_ADDED_TOKENS:
-            raise ValueError(f"there are more than {MAX_ADDED_TOKENS} added tokens")
+        known = base.backend.get_added_tokens_decoder()
+        new = {token.content for token in listed} - {token.content for token in known.values()}
+        if len(new) > MAX_ADDED_TOKENS or sum(map(len, new)) > MAX_ADDED_CHARS:
+            raise ValueError(
+                f"there are more than {MAX_ADDED_TOKENS} added tokens, or {MAX_ADDED_CHARS} characters of them"
+            )
         for token_id, token in declared:
             check_meaning(base, token.content, token_id)
-        known = base.backend.get_added_tokens_decoder()
         like_base = {(token.content, token.lstrip, token.rstrip) for token in known.values()}
         for token in listed:
             is_costly = token.content.isspace() and (token.lstrip or token.rstrip)

@@ -5,9 +5,10 @@ the limits of the process bound what it costs: CPU time by a timer of the kernel
 any call, memory by RLIMIT_AS. A process that was ended is started again by the next render.
 
 A message on either pipe is its length in 8 bytes, then its data. A question is plain data (`marshal`: this side wrote
-it). An answer comes from where a stranger's program runs: one letter, `t` for a text and `e` for an error, and UTF-8,
-which is decoded piece by piece, because one call would keep the interpreter from other threads. A process ends when its
-input does.
+it). An answer comes from where a stranger's program runs: one letter, `t` for a text and `e` for an error, in capitals
+where the process ends with it, and UTF-8, which is decoded piece by piece, because one call would keep the interpreter
+from other threads. A process ends when its input does, and after a template that left much memory in it: the limit is
+for each one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ MAX_RENDER_CPU_S = 2.0
 MAX_RENDER_BYTES = 2**29
 """Of address space beside what the process has when it starts."""
 MAX_TEXT_BYTES = 2**25
+MAX_KEPT_BYTES = 2**26
+"""Of them, what a process may have kept when it takes the next question: compiled templates, and what they hold."""
+
 NUM_PROCESSES = 2
 NICENESS = 10
 _LENGTH_BYTES = 8
@@ -70,7 +74,7 @@ class TemplateProcesses:
                 param="messages",
             )
         kind, text = answer
-        if kind == b"e":
+        if kind in b"eE":
             param, _, message = text.partition("\n")
             raise InvalidRequestError(message, param=param or None)
         return text
@@ -101,7 +105,8 @@ class _Process:
         except (OSError, ValueError):
             pass
         finally:
-            if answer is None:  # also of a caller that was interrupted: the next one must not read this one's answer
+            # None also of a caller that was interrupted: the next one must not read this one's answer
+            if answer is None or answer[0].isupper():
                 self.end()
         return answer
 
@@ -146,23 +151,30 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    _limit_memory()
+    own_bytes = _address_space()
+    _limit(own_bytes)
     os.nice(NICENESS)  # it does not keep a core from the server
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while (data := _read(sys.stdin.buffer)) is not None:
+    is_full = False
+    while not is_full and (data := _read(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, MAX_RENDER_CPU_S)
         answer = _answer(marshal.loads(data)).encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(sys.stdout.buffer, answer)
+        is_full = _address_space() - own_bytes - 2 * len(answer) > MAX_KEPT_BYTES
+        _write(sys.stdout.buffer, (answer[:1].upper() if is_full else answer[:1]) + answer[1:])
 
 
-def _limit_memory() -> None:
-    """And no files, and no processes. A system that has not one of the limits goes without it."""
-    own = 0
+def _address_space() -> int:
+    """Bytes; 0 where the system does not say."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/statm", encoding="ascii") as sizes:
-        own = int(sizes.read().split()[0]) * resource.getpagesize()
-    limits = {"RLIMIT_AS": own + MAX_RENDER_BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
+        return int(sizes.read().split()[0]) * resource.getpagesize()
+    return 0
+
+
+def _limit(own_bytes: int) -> None:
+    """Memory, and no files, and no processes. A system that has not one of the limits goes without it."""
+    limits = {"RLIMIT_AS": own_bytes + MAX_RENDER_BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
     for name, most in limits.items():
         with suppress(OSError, ValueError, AttributeError):
             resource.setrlimit(getattr(resource, name), (most, most))

@@ -18,9 +18,11 @@ Declared = tuple[tuple[int, AddedToken], ...]
 """Tokens with their ids, as a file says them."""
 
 MAX_ADDED_TOKENS = 2048
-"""To add them is one call of the library, which keeps the interpreter for 40 ms."""
-
 MAX_TOKEN_CHARS = 256
+MAX_ADDED_CHARS = 2**15
+"""To add them is one call of the library, which makes an automaton of all characters and keeps the interpreter for up
+to 40 ms."""
+
 MAX_STRING_CHARS = 2**21
 MAX_DEPTH = 32
 _SPACE = re.compile(r"[ \t\n\r]{0,4096}")

@@ -248,3 +248,20 @@ async def test_long_answers_of_one_client_are_written_one_at_a_time(
     ask = stream if is_stream else complete
     await asyncio.gather(*(ask(client, **fields) for _ in range(6)))
     assert most == [1]
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 5}, {"prompt_logprobs": 5}, {"logprobs": 5, "echo": True}])
+async def test_bytes_of_log_probabilities_are_bounded(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """Tokens of an adapter may be long. What is sent as it is made needs no bound."""
+    fields = {"prompt": "a prompt", "max_tokens": 8, "n": 4, **fields}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "n": 4, "logprobs": True}
+    monkeypatch.setattr(responses, "MAX_WRITTEN_BYTES", 600)
+    for path, body in (("/v1/completions", fields), ("/v1/chat/completions", chat)):
+        refused = await client.post(path, json={"model": "base", **body})
+        assert refused.status_code == 400
+        assert "log probabilities of this answer take more than 600 bytes" in refused.json()["error"]["message"]
+    assert "prompt_logprobs" in fields or await stream(client, **fields)
+    monkeypatch.setattr(responses, "MAX_WRITTEN_BYTES", 60_000)
+    assert (await complete(client, **fields))["choices"]

@@ -358,6 +358,20 @@ def test_what_a_template_costs_is_bounded(source: str, monkeypatch: pytest.Monke
     templates.close()
 
 
+def test_what_a_template_leaves_in_its_process_is_no_others_loss() -> None:
+    """jinja2 folds the constant, and the compiled template is kept."""
+    templates, large = TemplateProcesses(), "{% for i in range(9) %}" + "{{ messages }}" * 5_000 + "{% endfor %}"
+    num_chars = 40_000_000
+    for index in range(24):
+        try:
+            templates.check({"default": f"{{{{ 'c' * {num_chars} }}}}{index}"})
+        except InvalidRequestError:
+            num_chars = num_chars * 7 // 10
+    templates.check({"default": large})
+    assert templates.render("x", {}) == "x"
+    templates.close()
+
+
 def test_a_long_answer_comes_whole() -> None:
     templates = TemplateProcesses()
     for text in ('"' * 3_000_000, "\u4e2d" * 1_500_000, "\ud800\U0001f600x" * 400_000):
@@ -379,9 +393,17 @@ def test_all_templates_of_a_directory_share_the_time_of_one(place: Place) -> Non
         place.read()
 
 
+def test_characters_of_added_tokens_are_bounded(place: Place) -> None:
+    place.add(*(f"<{i:03}{'x' * 123}>" for i in range(256)))
+    assert place.side().tokenizer is not None
+    place.add(*(f"<{i:03}{'x' * 123}>" for i in range(257)))
+    (only,) = place.reasons()
+    assert "more than 2048 added tokens, or 32768 characters" in only
+
+
 def test_the_document_is_bounded(place: Place) -> None:
     """It is kept for each version, and written to the state directory."""
-    place.add(*(f"<{i}{chr(0x1F600) * 240}>" for i in range(500)))
+    place.write("tokenizer_config.json", {"chat_template": "\U0001f600" * 100_000})
     (only,) = place.reasons()
     assert "more than 1048576 bytes of JSON" in only
 
