@@ -71,7 +71,7 @@ class Front:
         Raises InvalidRequestError for a mix in which two names mean one adapter, and for an adapter whose context was
         allowed when it was loaded, before a restart, and is not now.
         """
-        return self._refs(choice, LoRARegistry.acquire)
+        return self._refs(choice, lambda registry, name: registry.acquire(name))
 
     def _refs(self, choice: AdapterChoice, refer: Callable[[LoRARegistry, str], LoRARef]) -> tuple[LoRARef, ...]:
         if choice is None:
@@ -100,7 +100,7 @@ class Front:
 
     def hold_adapters(self, choice: AdapterChoice, num_prompts: int) -> HeldAdapters:
         """The adapters of a request whose prompts are yet to be encoded; refused as by `acquire`."""
-        return HeldAdapters(self.registry, self._refs(choice, LoRARegistry.hold), num_prompts)
+        return HeldAdapters(self.registry, self._refs(choice, lambda registry, name: registry.hold(name)), num_prompts)
 
     def release(self, refs: Iterable[LoRARef]) -> None:
         for ref in refs:

@@ -304,7 +304,7 @@ KEPT = [True, False, True, True]
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("ia3", {"feedforward_modules": TARGETS}, ["q_proj", "feedforward_modules calls for [1, in]"]),
+        ("ia3", {"feedforward_modules": TARGETS}, ["q_proj", "has shape [32, 1], expected [1, 32]"]),
         ("ia3", {"feedforward_modules": []}, ["[1, 48]", "[32, 1]"]),
         ("ia3", {"layers_to_transform": [0]}, ["layers_to_transform", "not a known field"]),
         ("adalora", {"init_r": 3}, ["[4, 32]", "[3, 32]"]),

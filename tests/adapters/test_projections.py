@@ -27,7 +27,7 @@ __all__ = ["saved", "saved_kinds"]  # fixtures
 
 
 def read(path: Path, saved: Saved, keeps: bool = True, **limits: Any) -> LoRAModel:
-    reader = CheckedReader(saved.targets, replace(LIMITS, **limits), keeps)
+    reader = CheckedReader(saved.targets, replace(LIMITS, **limits), keeps_projections=keeps)
     return reader.read(path, PEFTHelper.from_local_dir(path))
 
 

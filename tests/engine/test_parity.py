@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex import LLM, LoRARequest, RequestOutput, SamplingParams
-from loraplex.adapters.fields import HONOURED
+from loraplex.adapters.fields import CONTEXT_FIELDS, HONOURED
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.weights import CheckedReader
 from loraplex.config import LoRAConfig
@@ -320,6 +320,8 @@ def test_the_cases_cover_every_honoured_field(family: FamilyCases) -> None:
             config = json.loads((case.adapter / "adapter_config.json").read_text())
             covered |= {name for name, value in config.items() if value != default.get(name)}
     covered |= {name for _, options, _ in OWN_OPTIONS.values() for name in options}  # test_own_parity.py
+    covered |= {"alora_invocation_tokens"}  # test_alora_parity.py
+    covered |= {*CONTEXT_FIELDS, "vllm_lora_scaling_factor"}  # test_long_context.py
     assert HONOURED - covered == {"init_lora_weights"}, "it changes no inference"
 
 

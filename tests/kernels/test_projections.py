@@ -106,7 +106,7 @@ def table_of(
             where, shared = pairs[pair]
         nbytes = backend.packed_nbytes(adapter.slices, dtype)
         layouts = backend.pack(adapter.slices, dtype, buffer[cursor : cursor + nbytes])
-        table.set_image(slot, table.image([(target.name, layouts)], None, shared), [cursor], where)
+        table.set_image(slot, table.image([(target.name, layouts)], projections=shared), [cursor], where)
         cursor += nbytes + 64
     assert cursor < len(buffer)
     return table

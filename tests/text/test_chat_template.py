@@ -259,7 +259,7 @@ def test_tool_template_is_taken_for_tools() -> None:
 def test_no_template() -> None:
     with pytest.raises(InvalidRequestError, match="has no chat template"):
         tokenizer_with({}).apply_chat_template([USER])
-    with pytest.raises(InvalidRequestError, match="only: rag, short; name one"):
+    with pytest.raises(InvalidRequestError, match="only: 'rag', 'short'; name one"):
         tokenizer_with({"short": "", "rag": ""}).apply_chat_template([USER])
 
 

@@ -202,9 +202,10 @@ def parse_layout(text: bytes) -> PackedLayout:
     return layout
 
 
-def _parse_layout(
-    sizes: Any, blocks: Any, vocab_size: Any = None, rope_factor: Any = None, projections: Any = None
-) -> PackedLayout:
+def _parse_layout(sizes: Any, blocks: Any, *rest: Any) -> PackedLayout:
+    if rest and rest[-1] is None:
+        raise ValueError("null behind all that is there")
+    vocab_size, rope_factor, projections = (*rest, None, None, None)[: max(3, len(rest))]
     layout = PackedLayout(
         tuple(_whole(size, MAX_OFFSET) for size in sizes),
         tuple(_parse_block(sizes, *block) for block in blocks),
