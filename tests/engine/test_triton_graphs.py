@@ -20,6 +20,8 @@ from tests.engine.driver import Driver
 from tests.engine.graph_tape import TapeDevice
 from tests.engine.rules_bench import MAX_MODEL_LEN, Asked, Bench, loaded
 
+pytestmark = pytest.mark.interpreter
+
 
 class Launch:
     """One launch of a kernel. What it wrote to, torch made."""

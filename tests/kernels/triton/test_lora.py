@@ -42,7 +42,10 @@ from tests.kernels.cases import (
 CPU = torch.device("cpu")
 INT8 = torch.int8
 
-pytestmark = pytest.mark.skipif(not TritonLauncher(CPU).is_interpreted, reason="runs in Triton's interpreter")
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not TritonLauncher(CPU).is_interpreted, reason="runs in Triton's interpreter"),
+]
 
 DIMENSIONS: dict[str, list[Any]] = {
     "rank": [1, 2, 5, 8, 12, 16, 48, 64],

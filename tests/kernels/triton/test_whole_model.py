@@ -9,6 +9,8 @@ from loraplex import LLM, SamplingParams
 from loraplex.kernels.triton.backend import TritonBackend
 from tests.fixtures import ModelZoo
 
+pytestmark = pytest.mark.interpreter
+
 PROMPTS = ("One day, a long time ago, when there was no path yet", "Two", "Three cats and four dogs")
 
 
