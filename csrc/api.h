@@ -31,16 +31,40 @@ struct RotaryCall {
   int32_t format, block_size, heads, kv_heads, head_dim, threads;
 };
 
-// The rows of one linear in the slot table (loraplex/kernels/plan.py), each of `capacity` slots; one row and one output
-// slice per slice.
+// What an adapter has for one slice of one linear: an entry of the slot table (loraplex/kernels/plan.py), a cache line.
+struct LoraEntry {
+  int64_t a, b, bias, gain, input_gain;  // addresses; 0: no such part. a: of all slices
+  int64_t scales;  // where there are such, A and B are projections (projections.h), which slots may share
+  int32_t rank;
+  float scale;
+  int32_t format;
+  int32_t is_exchanged;  // over ranks, between the two products: see LoraTable
+};
+static_assert(sizeof(LoraEntry) == 64);
+
+// Memory that all ranks of a model share, as one of them has it (board.py). Zeros, when the first one begins.
+struct RankBoard {
+  void* memory;
+  int64_t capacity;        // floats of a rank's part
+  const int32_t* watched;  // file descriptors of pipes from or to other ranks' processes
+  double timeout_s;        // of a rank that is silent
+  int32_t num_watched, rank, size, is_lost;
+  uint32_t epoch;          // of the exchanges so far
+};
+
+// The rows of one linear in the slot table, one per slice: entries[slot * slot_stride + slice].
+//
+// What of an adapter is exchanged is cut finer than the linear is. Of a linear that is cut by its outputs, each rank
+// has rank / size rows of A, and x A^T of all ranks side by side goes through its B. Of one that is cut by its inputs,
+// each has out / size rows of B: x A^T is a sum over ranks, and the rank adds to its own outputs.
 struct LoraTable {
-  const int64_t *a_addr, *b_addr, *bias_addr, *gain_addr, *input_gain_addr;  // 0: no such part. a_addr: of all slices
-  const int64_t *scales_addr;  // where there are such, A and B are projections (projections.h), which slots may share
-  const int32_t *rank;
-  const float* scale;
-  const int32_t* format;
-  int64_t capacity, num_slices, in;
+  const LoraEntry* entries;
+  int64_t slot_stride, num_slices, in;
   const int64_t *out_offset, *out;  // [num_slices]
+  RankBoard* board;                 // null: nothing is exchanged
+  int64_t is_cut_by_inputs;
+
+  const LoraEntry& entry(int64_t slot, int64_t slice) const { return entries[slot * slot_stride + slice]; }
 };
 
 // Rows [start, end) of x go through the adapter in `slot`, times `weight`, in this order.
@@ -50,12 +74,12 @@ struct LoraSegments {
   int64_t count;
 };
 
-// One slice of an adapter, row-major: a [rank, in], b [out, rank]; bias [out], gain [out] and input_gain [in] fp32 or
-// null. Strides: of rows, elements.
+// One slice of an adapter, row-major: a [a_rows, in], b [b_rows, rank]; bias [out], gain [out] and input_gain [in] fp32
+// or null. a_rows is the rank and b_rows is out, unless it is exchanged over ranks. Strides: of rows, elements.
 struct LoraSource {
   const void *a, *b;
   const float *bias, *gain, *input_gain;
-  int64_t a_stride, b_stride, a_format, b_format, rank, out;
+  int64_t a_stride, b_stride, a_format, b_format, rank, out, a_rows, b_rows;
 };
 
 // What the threads of all calls (team.h) have seen since the process began; seconds.
@@ -68,7 +92,7 @@ struct TeamStats {
 // The operators that a program (loraplex/kernels/native/program.py) is made of, as `name` of Operator there.
 enum Operator : int32_t {
   kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kScaleInput,
-  kOperators
+  kSumRanks, kOperators
 };
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.

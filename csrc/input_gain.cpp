@@ -14,12 +14,12 @@ LORAPLEX_API void loraplex_scale_input(const LoraTable* table, const LoraSegment
   const long in = table->in, vectors = vectors_of(in), pieces = std::min(vectors, kMostPieces);
   long elements = 0;
   for (long i = 0; i < segments->count; i++)
-    if (table->input_gain_addr[segments->slot[i]] != 0) elements += in * (segments->end[i] - segments->start[i]);
+    if (table->entry(segments->slot[i], 0).input_gain != 0) elements += in * (segments->end[i] - segments->start[i]);
   if (elements == 0) return;
   for_rows(pieces, elements, threads, [&](long piece) {
     const long begin = vectors * piece / pieces * kPanel, end = std::min(vectors * (piece + 1) / pieces * kPanel, in);
     for (long i = 0; i < segments->count; i++) {
-      const auto* gain = (const float*)table->input_gain_addr[segments->slot[i]];
+      const auto* gain = (const float*)table->entry(segments->slot[i], 0).input_gain;
       if (gain == nullptr) continue;
       for (long t = segments->start[i]; t < segments->end[i]; t++) {
         float* row = x + t * x_stride;

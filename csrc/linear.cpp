@@ -162,6 +162,7 @@ void run_product(Product<Math, Finish> product, const LoraDelta* delta, double* 
   if (delta == nullptr) return;
   const double began = lora_seconds == nullptr ? 0 : seconds();
   if (shrinks == 0) delta->shrink(shares);
+  delta->exchange();
   delta->expand(shares);
   if (lora_seconds != nullptr) *lora_seconds += seconds() - began;
 }

@@ -137,18 +137,18 @@ char* pack_vector(const float* vector, long count, char* at) {
 
 template <class Element>
 void pack(const LoraSource* slices, long num_slices, long in, char* at) {
-  long ranks = 0;
-  for (long i = 0; i < num_slices; i++) ranks += slices[i].rank;
-  if (ranks > 0) {
-    Part<Element> a(at, in, ranks);
-    for (long i = 0; i < num_slices; i++) a.add(slices[i].a, slices[i].a_stride, slices[i].a_format, slices[i].rank);
+  long a_rows = 0;
+  for (long i = 0; i < num_slices; i++) a_rows += slices[i].a_rows;
+  if (a_rows > 0) {
+    Part<Element> a(at, in, a_rows);
+    for (long i = 0; i < num_slices; i++) a.add(slices[i].a, slices[i].a_stride, slices[i].a_format, slices[i].a_rows);
     at = a.end();
   }
   for (long i = 0; i < num_slices; i++) {
     const LoraSource& s = slices[i];
     if (s.rank > 0) {
-      Part<Element> b(at, s.rank, s.out);
-      b.add(s.b, s.b_stride, s.b_format, s.out);
+      Part<Element> b(at, s.rank, s.b_rows);
+      b.add(s.b, s.b_stride, s.b_format, s.b_rows);
       at = b.end();
     }
     at = pack_vector(s.bias, s.out, at);

@@ -33,14 +33,14 @@ long run_columns(long in) {
 
 using namespace loraplex;
 
-// Of `table` a_addr, rank, scale and format are read, and one slice.
+// Of entries a, rank, scale and format are read, and one slice.
 LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* segments, const float* x,
                                     int64_t x_stride, float* y, int64_t y_stride, int32_t threads) {
   const long in = table->in, most_columns = run_columns(in);
   std::vector<Run> runs;
   long elements = 0;
   for (long i = 0; i < segments->count; i++) {
-    const long rank = table->rank[segments->slot[i]], end = segments->end[i];
+    const long rank = table->entry(segments->slot[i], 0).rank, end = segments->end[i];
     for (long row = segments->start[i]; row < end; row += kRunRows)
       for (long column = 0; column < rank; column += most_columns)
         runs.push_back({i, row, std::min(kRunRows, end - row), column, std::min(most_columns, rank - column)});
@@ -49,21 +49,21 @@ LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* 
   for_rows(runs.size(), elements, threads, [&](long i) {
     static thread_local std::vector<float> part;
     const Run& r = runs[i];
-    const long slot = segments->slot[r.segment];
-    const int32_t format = table->format[slot];
+    const LoraEntry& entry = table->entry(segments->slot[r.segment], 0);
+    const int32_t format = entry.format;
     auto run = [&](auto math) {
       using Math = decltype(math);
       using Weight = typename Math::Weight;
-      const LoraSource source = {.a = (const Weight*)table->a_addr[slot] + r.column * in, .b = nullptr, .bias = nullptr,
+      const LoraSource source = {.a = (const Weight*)entry.a + r.column * in, .b = nullptr, .bias = nullptr,
                                  .gain = nullptr, .input_gain = nullptr,
                                  .a_stride = in, .b_stride = 0, .a_format = format, .b_format = format,
-                                 .rank = r.columns, .out = 0};
+                                 .rank = 0, .out = 0, .a_rows = r.columns, .b_rows = 0};
       part.resize(part_bytes(in, most_columns, sizeof(float)) / sizeof(float));
       loraplex_pack_lora(format, &source, 1, in, part.data());
       run_product<Math>({.x = x + r.row * x_stride, .x_stride = x_stride, .rows = r.rows,
                          .w = (const Weight*)part.data(), .depth = in, .width = part_width(r.columns),
                          .y = y + r.row * y_stride + r.column, .y_stride = y_stride, .columns = r.columns,
-                         .adds = true, .scale = segments->weight[r.segment] * table->scale[slot]},
+                         .adds = true, .scale = segments->weight[r.segment] * entry.scale},
                         0, vectors_of(r.columns));
     };
     switch (format) {

@@ -24,3 +24,4 @@ LORAPLEX_API void loraplex_paged_attention(const loraplex::AttentionStep* step, 
                                            const void* kv, int64_t window, float* out);
 LORAPLEX_API void loraplex_silu_mul(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y,
                                     int32_t threads);
+LORAPLEX_API void loraplex_sum_ranks(loraplex::RankBoard* board, float* y, int64_t count);

@@ -40,6 +40,8 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
       return loraplex_silu_mul(in(0), size[0], step.rows, size[1], out(1), threads);
     case kScaleInput:  // table, x; stride of x
       return loraplex_scale_input((const LoraTable*)at[0], step.segments, out(1), size[0], threads);
+    case kSumRanks:  // board, y; width
+      return loraplex_sum_ranks((RankBoard*)at[0], out(1), step.rows * size[0]);
   }
 }
 

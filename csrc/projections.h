@@ -4,7 +4,7 @@
 //
 // A [in][rank], its width rounded up to 8 with zeros and a vector of them behind the last row; B in panels of
 // kLoraPanel columns [rank][kLoraPanel], the last one filled up with zeros. So a linear with fewer inputs or outputs
-// than the widest one reads the beginning of either. At scales_addr: rank_scale [rank], out_scale [out] on the next
+// than the widest one reads the beginning of either. At `scales`: rank_scale [rank], out_scale [out] on the next
 // multiple of 64 bytes.
 //
 // Rows side by side that share their projections are one product, whatever their slots: A and B are read once for
@@ -27,7 +27,7 @@ struct SharedRow {
 
 inline long shared_slice_of(const LoraTable& table, long slot) {  // the first one, or -1
   for (long slice = 0; slice < table.num_slices; slice++)
-    if (table.scales_addr[slice * table.capacity + slot] != 0) return slice;
+    if (table.entry(slot, slice).scales != 0) return slice;
   return -1;
 }
 
@@ -40,14 +40,14 @@ inline bool gather_rows(const LoraDelta& delta, const LoraWork& w, long slice, l
   const LoraSegments& segments = delta.segments;
   bool has_any = false;
   for (long i = w.segment; i < w.segment + w.segments; i++) {
-    const long at = slice * delta.table.capacity + segments.slot[i];
-    const auto* scales = (const float*)delta.table.scales_addr[at];
+    const LoraEntry& entry = delta.table.entry(segments.slot[i], slice);
+    const auto* scales = (const float*)entry.scales;
     const long begin = std::max(segments.start[i] - w.row, t0), end = std::min(segments.end[i] - w.row, t1);
-    const auto* bias = (const float*)delta.table.bias_addr[at];
+    const auto* bias = (const float*)entry.bias;
     const float weight = segments.weight[i];
     for (long t = begin; t < end; t++)
       rows[t - t0] = {scales, scales == nullptr ? nullptr : out_scale_of(scales, w.a_columns), bias,
-                      weight * delta.table.scale[at], weight};
+                      weight * entry.scale, weight};
     has_any |= (scales != nullptr || bias != nullptr) && begin < end;
   }
   return has_any;

@@ -18,20 +18,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <mutex>
 #include <system_error>
 #include <thread>
 
 #include "api.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace loraplex {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr long kMaxShares = 1024;
 constexpr int kLeftBits = 24;                // of a share's counter; the epoch has the rest
@@ -45,29 +40,6 @@ constexpr double kUse = .55;                 // of n threads: 1.1 for two
 constexpr double kShortS = 30e-6;            // of a region: threads that are of little use in longer ones have no cores
 constexpr double kLeastPauseS = 10e-3, kMostPauseS = 1;
 constexpr double kProvedPauses = 4;          // that a thread has to stay, to begin with the least one again
-
-double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
-
-inline void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");
-#endif
-}
-
-// Whether `is_true` became so within `seconds`.
-template <class F>
-bool spin(double seconds, F is_true) {
-  const double until = now() + seconds;
-  do {
-    for (int i = 0; i < 32; i++) {
-      if (is_true()) return true;
-      relax();
-    }
-  } while (now() < until);
-  return false;
-}
 
 // Whether to use all threads: what they were worth lately.
 class Judge {

@@ -7,7 +7,7 @@ import select
 import sys
 from typing import NoReturn
 
-from loraplex import interrupt
+from loraplex import interrupt, logs
 
 BROKEN_PIPE_CODE = 141
 """As a shell says of a program that SIGPIPE ended."""
@@ -17,6 +17,7 @@ def run() -> NoReturn:
     """Run the command and end at once: a thread that still waits for a silent hub must not keep the process."""
     interrupt.end_at_once()
     _open_closed_streams()
+    logs.write_any_text(sys.stdout, sys.stderr)
     from loraplex.cli import main  # half a second of imports
 
     code: object = 1

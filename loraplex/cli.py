@@ -1,4 +1,4 @@
-"""The command `loraplex`: serve | generate | demo | bench | profile | top | adapter | state | doctor.
+"""The command `loraplex`: serve, route, generate, demo, bench, profile, calibrate, simulate, plan, and some more.
 
 Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What
 a command needs is imported when it runs, so that `--help` is quick.
@@ -21,13 +21,15 @@ from cyclopts import App, CycloptsError, Parameter
 
 from loraplex import __version__
 from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
-from loraplex.cli_help import explain, group_fields, in_group, shown_default, with_options
-from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
+from loraplex.cli_help import Flat, Listed, explain, group_fields, in_group, parse_sizes, shown_default, with_options
+from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.lora_modules import check_lora_modules, load_modules, parse_lora_modules
 from loraplex.performance.settings import ProfileSettings
+from loraplex.router.settings import RouteSettings
 from loraplex.server.api_keys import KeySettings
-from loraplex.server.config import ServerConfig, ServerSettings, output_folder
+from loraplex.server.config import ServerConfig, ServerSettings, output_folder, registry_database
+from loraplex.twin.commands import calibrate, plan, simulate
 
 if TYPE_CHECKING:
     from loraplex.frontend.async_engine import AsyncEngine
@@ -42,6 +44,7 @@ app = App(
 )
 group_fields(KeySettings, "Security")
 group_fields(ServerSettings, "Server")
+group_fields(RouteSettings, "Server")
 group_fields(EngineSettings, "Model files")
 group_fields(LoRAConfig, "Adapter memory")
 group_fields(ProfileSettings, "Profile")
@@ -49,11 +52,9 @@ adapter_app = App(name="adapter", help="Look at adapters, and make new ones of t
 app.command(adapter_app)
 state_app = App(name="state", help="Check and repair the directory of --state-dir.")
 app.command(state_app)
+for command in (calibrate, simulate, plan):
+    app.command(command)
 
-Flat = Parameter(name="*")
-Engine = Annotated[EngineSettings, Flat]
-Lora = Annotated[LoRAConfig, Flat]
-Listed = Parameter(consume_multiple=True)
 ModelsGroup = in_group("Model and adapters")
 SecurityGroup = in_group("Security")
 
@@ -94,7 +95,7 @@ def serve(
     merge_adapter
         The one adapter to serve, name=path, merged into the base weights; the base and others are refused then.
     adapter_root
-        A directory that load requests may read, or hf://ORG; may be given several times.
+        A directory that load requests may read, hf://ORG or s3://BUCKET/PREFIX; may be given several times.
     """
     from loraplex.server.run import run_server
 
@@ -117,6 +118,25 @@ def serve(
     )
     engine_config = _engine_config(model, engine, lora, enable_lora and merged is None, merged)
     return run_server(lambda: _start_engine(engine_config, config, modules), config, _in_options_of("serve"))
+
+
+@app.command
+def route(
+    *,
+    replica: Annotated[tuple[str, ...], Parameter(negative=())],
+    settings: Annotated[RouteSettings | None, Flat] = None,
+) -> int:
+    """One address in front of several servers of the same base model: each request goes to one, verbs to all.
+
+    Parameters
+    ----------
+    replica
+        Address of a server: http://host:port or host:port; may be given several times. The key of an admin, to read
+        their memory and events, is in the variable LORAPLEX_ADMIN_API_KEY or LORAPLEX_API_KEY.
+    """
+    from loraplex.router.run import run_router
+
+    return run_router(replica, settings or RouteSettings(), _in_options_of("route"))
 
 
 @app.command
@@ -379,7 +399,8 @@ def merge(
         seed=seed,
     )
     made = merge_directories(wish, output, max_merge_bytes)
-    print(f"{output}: {made.origin}, rank {made.config['r']}, {made.nbytes} bytes")
+    rank = f"rank {made.config['r']}, " if "r" in made.config else ""
+    print(f"{output}: {made.origin}, {rank}{made.nbytes} bytes")
     return 0
 
 
@@ -494,27 +515,6 @@ def doctor() -> int:
 # ------------------------------------------------------------------------------------------------------------ parsing
 
 
-def parse_sizes(arguments: Sequence[str]) -> list[str]:
-    """`--x-bytes 2GiB` and `--x-bytes=2GB` with the size as a whole number of bytes; other arguments as they are."""
-    parsed: list[str] = []
-    is_size = False
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if is_size:
-            parsed.append(_bytes(argument))
-        elif equals and flag.startswith("--") and flag.endswith("-bytes"):
-            parsed.append(f"{flag}={_bytes(value)}")
-        else:
-            parsed.append(argument)
-        is_size = not equals and argument.startswith("--") and argument.endswith("-bytes")
-    return parsed
-
-
-def _bytes(text: str) -> str:
-    size = parse_bytes(text)
-    return text if size is None else str(size)
-
-
 def _engine_config(
     model: str,
     engine: EngineSettings | None,
@@ -525,9 +525,8 @@ def _engine_config(
     if lora is not None and not enable_lora:
         raise ConfigError("settings of LoRA are given, but LoRA is off: leave them out, or --no-enable-lora")
     lora_config = (lora or LoRAConfig()) if enable_lora else None
-    return EngineConfig(
-        **asdict(engine or EngineSettings()), model=model, lora=lora_config, merge_adapter=merge_adapter
-    )
+    settings = asdict(engine or EngineSettings())
+    return EngineConfig(**settings, model=model, lora=lora_config, merge_adapter=merge_adapter)
 
 
 def _merged_module(given: str | None, base_names: Sequence[str], is_alone: bool) -> tuple[str | None, str | None]:
@@ -547,11 +546,10 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
     from loraplex.frontend.supervisor import Supervision
     from loraplex.progress import StartProgress
 
-    roots = server.local_adapter_roots
+    roots, made = server.local_adapter_roots, output_folder(server)
     for missing in (root for root in roots or () if not root.is_dir()):
         _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
     if roots is not None:
-        made = output_folder(server)
         own = *(path for _, path in modules), *(() if made is None else (str(made),))
         config = replace(config, adapter_roots=(*map(str, roots), *own))
     with StartProgress() as progress:
@@ -561,12 +559,14 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
             base_names=server.served_model_names,
             on_progress=progress.update,
             state_dir=server.state_dir,
+            database=registry_database(server),
             supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
+            runners=server.runners,
         )
         try:
             num_at_once = 1 if config.lora is None else config.lora.num_loader_threads
-            is_skipping = server.on_bad_adapter == "skip"
-            await load_modules(engine, modules, num_at_once, is_skipping, partial(progress.update, "adapters"))
+            show, is_skipping = partial(progress.update, "adapters"), server.on_bad_adapter == "skip"
+            await load_modules(engine, modules, num_at_once, is_skipping, show)
         except BaseException:
             await engine.shutdown()
             raise
@@ -576,9 +576,8 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
 def _serve_demo(port: int) -> int:
     from loraplex.demo.tasks import ADAPTERS, adapter_path, assets_path
 
-    modules = tuple(f"{task.name}={adapter_path(task.name)}" for task in ADAPTERS)
-    settings = ServerSettings(port=port)
-    return serve(str(assets_path() / "base"), served_model_name=("demo",), lora_modules=modules, server=settings)
+    server, modules = ServerSettings(port=port), tuple(f"{task.name}={adapter_path(task.name)}" for task in ADAPTERS)
+    return serve(str(assets_path() / "base"), served_model_name=("demo",), lora_modules=modules, server=server)
 
 
 def _in_options_of(*command: str) -> Callable[[LoraplexError], str]:
@@ -590,7 +589,7 @@ def main() -> None:
     """Entry point: the exit code of the command. An error is a line on stderr, without a traceback, and exit code 1."""
     try:
         sys.exit(app(parse_sizes(sys.argv[1:]), exit_on_error=False, print_error=False))
-    except CycloptsError as error:
+    except (CycloptsError, OSError) as error:
         text = explain(error, app)
     except LoraplexError as error:
         text = _in_options_of(*app.parse_commands(sys.argv[1:])[0])(error)

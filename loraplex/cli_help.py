@@ -1,4 +1,5 @@
-"""What `--help` shows and in which groups, what an unknown command is answered with, and options in errors of settings.
+"""What `--help` shows and in which groups, sizes as they are written, what an unknown command is answered with, and
+options in errors of settings.
 
 A settings dataclass says its groups at its fields (`config.setting(..., group="Memory")`): a field is in the group of
 the one before it, the first one in the group of its class. So a new field belongs where it stands.
@@ -6,13 +7,17 @@ the one before it, the first one in the group of its class. So a new field belon
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Annotated, Any, get_type_hints
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
+
+from loraplex.config import parse_bytes
+from loraplex.errors import shown
 
 GROUPS = (
     "Model and adapters",
@@ -29,8 +34,18 @@ GROUPS = (
     "Memory care",
     "Adapters",
     "Adapter memory",
+    "Workload",
+    "Fleet",
+    "Service level",
 )
 """In the order of the page. Others come after them."""
+
+
+Flat = Parameter(name="*")
+"""Of a settings dataclass: its fields are flags of the command."""
+
+Listed = Parameter(consume_multiple=True)
+"""Of a flag that takes several values."""
 
 
 def help_group(name: str) -> Group:
@@ -64,8 +79,36 @@ def shown_default(value: Any) -> str | None:
     return str(value)
 
 
-def explain(error: CycloptsError, app: App) -> str:
-    """The error in words. A command that is below another one (`inspect` for `adapter inspect`) is found, too."""
+def parse_sizes(arguments: Sequence[str]) -> list[str]:
+    """`--x-bytes 2GiB` and `--x-bytes=2GB` with the size as a whole number of bytes; other arguments as they are."""
+    parsed: list[str] = []
+    is_size = False
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if is_size:
+            parsed.append(_bytes(argument))
+        elif equals and flag.startswith("--") and flag.endswith("-bytes"):
+            parsed.append(f"{flag}={_bytes(value)}")
+        else:
+            parsed.append(argument)
+        is_size = not equals and argument.startswith("--") and argument.endswith("-bytes")
+    return parsed
+
+
+def _bytes(text: str) -> str:
+    size = parse_bytes(text)
+    return text if size is None else str(size)
+
+
+def explain(error: CycloptsError | OSError, app: App) -> str:
+    """The error in words. A command that is below another one (`inspect` for `adapter inspect`) is found, too.
+
+    Of the system's errors those of a path that no check was about; raises all others again.
+    """
+    if isinstance(error, OSError):
+        if error.filename is None:
+            raise error
+        return f"{shown(os.fsdecode(error.filename))}: {error.strerror}"
     given = error.unused_tokens[0] if isinstance(error, UnknownCommandError) and error.unused_tokens else None
     if given is None or error.app is not app or "Did you mean" in str(error):
         return str(error)

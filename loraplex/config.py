@@ -23,6 +23,7 @@ DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
 DEFAULT_HOST_BYTES = 4 * 2**30
 DEFAULT_DISK_BYTES = 16 * 2**30
+DEFAULT_MERGED_BYTES = 4 * 2**30
 DEFAULT_GPU_UTILIZATION = 0.9
 
 MAX_CONTEXT = 2**24
@@ -93,6 +94,20 @@ def _require_one(name: str, size: Size | None, size_bytes: int, default: int) ->
     )
 
 
+DEFAULT_DATABASE_PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryDatabase:
+    """The database in which servers of one base model share their adapters' names. The URL may hold a password.
+
+    patience_s: how long a server goes by what it knows of the names while the database does not answer it.
+    """
+
+    url: str = field(repr=False)
+    patience_s: float = DEFAULT_DATABASE_PATIENCE_S
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
     """Limits and policies of adapters. The limits that count are bytes; `max_*` are optional, under vLLM's names."""
@@ -129,7 +144,11 @@ class LoRAConfig:
         "use of the added tokens, chat template and sampling defaults in an adapter's directory; off: the base model's "
         "for all",
     )
-    fully_sharded_loras: bool = setting(False, "vLLM's option; on is refused until there is tensor parallelism")
+    fully_sharded_loras: bool = setting(
+        False,
+        "A and B of each adapter cut over all ranks of tensor_parallel_size, which then exchange what lies between; "
+        "off: one of both is whole on each rank",
+    )
     lora_extra_vocab_size: int = setting(
         256, "most tokens that an adapter may add to the base model's vocabulary (vLLM's name); 0: none"
     )
@@ -167,6 +186,12 @@ class LoRAConfig:
         128, "maximum steps a request waits for adapter memory before it may pause any running request"
     )
     num_loader_threads: int = setting(2, "threads that load adapters beside the running steps")
+    merge_dominant_adapter: bool = setting(
+        False,
+        "merging of an adapter that fills step after step alone into a copy of the weights that it changes, while the "
+        "engine runs; answers then differ by rounding",
+    )
+    merged_memory_bytes: int = setting(DEFAULT_MERGED_BYTES, "most bytes of that copy; a larger one is not made")
 
     def __post_init__(self) -> None:
         _require(self.adapter_memory_bytes > 0, f"adapter_memory_bytes must be > 0, got {self.adapter_memory_bytes}")
@@ -207,7 +232,7 @@ class LoRAConfig:
         _require(self.max_versions_kept >= 1, f"max_versions_kept must be >= 1, got {self.max_versions_kept}")
         _require(self.aging_steps >= 1, f"aging_steps must be >= 1, got {self.aging_steps}")
         _require(self.num_loader_threads >= 1, f"num_loader_threads must be >= 1, got {self.num_loader_threads}")
-        _require(not self.fully_sharded_loras, "fully_sharded_loras=True is not supported yet; remove it")
+        _require(self.merged_memory_bytes > 0, f"merged_memory_bytes must be > 0, got {self.merged_memory_bytes}")
         _require(
             self.lora_extra_vocab_size >= 0,
             f"lora_extra_vocab_size must be >= 0, got {self.lora_extra_vocab_size}",
@@ -313,7 +338,11 @@ class EngineSettings:
         0.25, "share of the adapters' chunks that compaction could free, above which it runs"
     )
     num_threads: int | None = setting(
-        None, "CPU threads of the engine (default: cores of affinity and quota)", group="Kernels"
+        None, "CPU threads of the engine, or of each rank (default: cores of affinity and quota)", group="Kernels"
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "processes that share each layer of the model, on a CPU (vLLM's name); adapters of linears and norms, if not 1",
     )
 
     def __post_init__(self) -> None:
@@ -374,7 +403,7 @@ class EngineSettings:
     @property
     def _may_be_gpu(self) -> bool:
         """Device `auto` is checked once more when it is known."""
-        return self.device == "auto" or self.device.startswith("cuda")
+        return self.device.startswith(("auto", "cuda"))
 
     def _check_shares(self) -> None:
         _require(self.monitor_interval_s > 0, f"monitor_interval_s must be > 0, got {self.monitor_interval_s}")
@@ -417,6 +446,12 @@ class EngineConfig(EngineSettings):
             "adapter_floor needs device_memory: without it adapters share no memory",
         )
         _require(bool(self.model), "model is empty; give a directory or a hub id")
+        self._check_ranks()
+        _require(
+            self.lora is None or not self.lora.merge_dominant_adapter or self.quantization is None,
+            f"merge_dominant_adapter needs the base weights as they are, not in quantization {self.quantization}: what "
+            "was rounded to fewer bits cannot be read back; leave one of them out",
+        )
         if self.merge_adapter is not None:
             _require(bool(self.merge_adapter), "merge_adapter is empty; give a directory or a hub id")
             _require(
@@ -425,6 +460,26 @@ class EngineConfig(EngineSettings):
                 "beside it: give enable_lora=False too",
             )
             _require(self.load_format == "auto", "merge_adapter needs the weights of the model, not load_format dummy")
+
+    def _check_ranks(self) -> None:
+        """What ranks do not share yet."""
+        size = self.tensor_parallel_size
+        _require(type(size) is int and size >= 1, f"tensor_parallel_size must be >= 1, got {size!r}")
+        others = {
+            "quantization": self.quantization is not None,
+            "merge_adapter": self.merge_adapter is not None,
+            "merge_dominant_adapter": self.lora is not None and self.lora.merge_dominant_adapter,
+            "host_compression": self.lora is not None and self.lora.host_compression != "none",
+        }
+        _require(
+            size > 1 or self.lora is None or not self.lora.fully_sharded_loras,
+            "fully_sharded_loras needs a tensor_parallel_size of 2 or more; remove it",
+        )
+        for name, is_given in others.items():
+            _require(
+                size == 1 or not is_given,
+                f"{name} with tensor_parallel_size {size} is not supported yet; leave one out",
+            )
 
     def with_real_roots(self) -> EngineConfig:
         """Links in `adapter_roots` resolved, once for front and engine processes: a later link is not followed."""

@@ -10,7 +10,7 @@ import math
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
 from loraplex.errors import InvalidRequestError, LoraplexError
@@ -147,6 +147,9 @@ class Request:
     `adapter_id` is None for the base model. Of a mix it is the first one's, and `adapter_digest` is `mix_digest`.
     `cache_salt` separates the KV prefixes of tenants. `seed` is always set. Tokens before `adapter_from` are base rows.
     `max_model_len`: of a request through an adapter with a longer context, else 0.
+
+    Of one that began in another engine: `output_token_ids` is what that one drew, and `num_cached_tokens` what it had
+    cached of the prompt, None where the prompt was not begun.
     """
 
     request_id: str
@@ -162,6 +165,8 @@ class Request:
     mix: tuple[MixPart, ...] = ()
     adapter_from: int = 0
     max_model_len: int = 0
+    output_token_ids: tuple[int, ...] = ()
+    num_cached_tokens: int | None = None
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
@@ -185,6 +190,11 @@ class Request:
         if not 0 < num_tokens < max_model_len or self.max_tokens < 1:
             sizes = f"{num_tokens} prompt tokens and max_tokens {self.max_tokens}"
             raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
+        num_outputs = len(self.output_token_ids)
+        if num_outputs and (num_outputs >= self.max_tokens or num_tokens + num_outputs >= max_model_len):
+            raise InvalidRequestError(f"a request with {num_outputs} tokens has ended: it cannot go on here")
+        if self.num_cached_tokens is not None and not 0 <= self.num_cached_tokens <= num_tokens:
+            raise InvalidRequestError(f"{self.num_cached_tokens} cached tokens of a prompt of {num_tokens}")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
         if self.adapter_from and (self.adapter_from < 0 or self.adapter_id is None or self.mix):
@@ -195,9 +205,10 @@ class Request:
                 raise InvalidRequestError("adapter_id and adapter_digest are not those of the mix")
 
     def check_prompt(self, vocab_size: int) -> None:
-        """The same for its token ids: once for all completions of a long prompt."""
-        if min(self.prompt_token_ids) < 0 or max(self.prompt_token_ids) >= vocab_size:
-            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
+        """The same for its token ids: once for all completions of a long prompt that have no output yet."""
+        for token_ids in filter(None, (self.prompt_token_ids, self.output_token_ids)):
+            if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+                raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
 
     @staticmethod
     def random_seed() -> int:
@@ -260,7 +271,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """`token_ids` and `logprobs` are tuples once it is finished, and before a `Prefix` (text/output_collections.py)."""
+    """Until it is finished it is a `GrowingCompletion`, and `token_ids` and `logprobs` are a `Prefix`, not tuples
+    (text/output_collections.py)."""
 
     index: int
     text: str
@@ -270,6 +282,14 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: LoRARequest | LoRAMix | None = None
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.text)
+
+    def text_from(self, begin: int) -> str:
+        """`text[begin:]`."""
+        return self.text[begin:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +361,8 @@ class LoraTarget:
 
     name: dotted name of the (fused) linear, e.g. `model.layers.0.self_attn.qkv_proj`; layer: index of the decoder
     layer; in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are
-    sliced. is_tied: of a head, whether its weight is the embedding's.
+    sliced. is_tied: of a head, whether its weight is the embedding's. is_fully_sharded: A and B are cut finer than the
+    linear (loraplex/distributed.py).
     """
 
     name: str
@@ -352,6 +373,7 @@ class LoraTarget:
     kind: ShardKind = ShardKind.REPLICATED
     shard: Shard = Shard()
     is_tied: bool = False
+    is_fully_sharded: bool = field(default=False, repr=False)
 
     @property
     def is_linear(self) -> bool:

@@ -1,4 +1,6 @@
-"""How a layer and its adapters are cut for tensor parallelism: pure slicing, derived from what the layer publishes.
+"""How a layer and its adapters are cut for tensor parallelism, and what ranks say to each other within a step.
+
+The cut is pure slicing, derived from what the layer publishes.
 
 One rule serves base weights, A, B and biases: a dimension of `full` entries, of which a shard holds `here`, is cut in
 `full / here` parts; shard.size / parts neighbouring ranks hold the same part (k and v heads when there are fewer than
@@ -9,6 +11,15 @@ ranks).
                   bias only on rank 0, or the sum would count it `size` times
     replicated    nothing is cut
 
+Where a target is fully sharded, no rank has all of A or of B, and ranks exchange something between the two products:
+
+    column, qkv   A cut by its rows too, the rank          h_i = x A_i^T     h = parts side by side,  y_i = h B_i^T
+    row           B cut by its outputs too                 h_i = x_i A_i^T   h = sum over ranks,      y_i[own] = h B_i^T
+
+A rank that they do not divide is filled up with zeros. Block-diagonal LoRA (arXiv 2510.23346) exchanges nothing: block
+j of B reads part j of h alone, and block j of A makes it of part j of x. So a shard has the parts that its outputs, or
+inputs, have to do with.
+
 A gain on the outputs multiplies each summand, so it is cut like B, on every rank; one on the inputs like A's columns.
 
 Source of the derivation from the base layer: torchtitan, components/lora.py.
@@ -16,9 +27,18 @@ Source of the derivation from the base layer: torchtitan, components/lora.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
 import torch
+import torch.nn.functional as F
 
 from loraplex.core import LoraTarget, Shard, ShardKind
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+"""A rank that is silent for so long within a step is lost."""
 
 
 def _part(full: int, here: int, shard: Shard) -> tuple[int, int]:
@@ -56,6 +76,40 @@ def shard_lora_b(target: LoraTarget, slice_index: int, b: torch.Tensor) -> torch
     """This shard's B [out_features, rank] of the checkpoint's B [full_out_features, rank]."""
     _expect(target, slice_index, "lora_b", b.size(0), target.slices[slice_index].full_out_features)
     return shard_rows(b, target.slices[slice_index].out_features, target.shard)
+
+
+def shard_lora(
+    target: LoraTarget, slice_index: int, a: torch.Tensor, b: torch.Tensor, a_blocks: int = 1, b_blocks: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """This shard's A and B, and whether ranks exchange something between the products. blocks: of the diagonal, of
+    which the rest is zeros; 1: it is whole."""
+    own_a, own_b = shard_lora_a(target, slice_index, a), shard_lora_b(target, slice_index, b)
+    is_row, shard, rank = target.kind is ShardKind.ROW, target.shard, a.size(0)
+    own = _own_ranks(target, slice_index, rank, a_blocks if is_row else b_blocks)
+    if own is not None:
+        return own_a[slice(*own)], own_b[:, slice(*own)], False
+    if not target.is_fully_sharded or shard.size == 1 or not target.is_linear:
+        return own_a, own_b, False
+    if is_row:
+        return own_a, shard_rows(own_b, own_b.size(0) // shard.size, shard), True
+    missing = -rank % shard.size
+    if missing:
+        own_a, own_b = F.pad(own_a, (0, 0, 0, missing)), F.pad(own_b, (0, missing))
+    return shard_rows(own_a, own_a.size(0) // shard.size, shard), own_b, True
+
+
+def _own_ranks(target: LoraTarget, slice_index: int, rank: int, num_blocks: int) -> tuple[int, int] | None:
+    """Which of the rank the shard's outputs, or inputs, have to do with. None: with more than its blocks."""
+    s = target.slices[slice_index]
+    is_row = target.kind is ShardKind.ROW
+    full, here = (target.full_in_features, target.in_features) if is_row else (s.full_out_features, s.out_features)
+    if num_blocks == 1 or here == full:
+        return None
+    width = full // num_blocks
+    start, end = _part(full, here, target.shard)
+    if start % width or end % width:
+        return None
+    return start // width * (rank // num_blocks), end // width * (rank // num_blocks)
 
 
 def shard_bias(target: LoraTarget, slice_index: int, bias: torch.Tensor) -> torch.Tensor | None:
@@ -98,3 +152,71 @@ def _expect(target: LoraTarget, slice_index: int, what: str, got: int, full: int
     if got != full:
         module = target.slices[slice_index].module_name
         raise ValueError(f"{what} of {module} has {got} features where the base model has {full}")
+
+
+# ------------------------------------------------------------------------------------------------------------ the ranks
+
+
+class Collectives(Protocol):
+    """What ranks add up and put together. A rank that has ended or is silent is a RuntimeError of the others' call."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a captured step has them: as operators of the backend."""
+        ...
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `part`, added in the order of ranks: so bits depend on their number, and on nothing
+        else of a batch. `part` may be overwritten."""
+        ...
+
+    def side_by_side(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' `part` [n, width] in the order of ranks, [n, size * width], on rank 0. Others get anything."""
+        ...
+
+
+class RankGroup:
+    """The ranks of one model, as its layers see them. collectives: None for a model that has one rank.
+    is_fully_sharded: whether adapters are, in layers of such ranks.
+
+    `step`, `expect_logits` and `logits` are for the rank that leads (loraplex/ranks/leader.py): the others follow.
+    """
+
+    def __init__(self, shard: Shard, collectives: Collectives | None = None, is_fully_sharded: bool = False) -> None:
+        assert (collectives is None) == (shard.size == 1)
+        self.shard = shard
+        self.collectives = collectives
+        self.is_fully_sharded = is_fully_sharded
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether captured steps have the sums."""
+        return self.collectives is None or self.collectives.is_captured
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part if self.collectives is None else self.collectives.sum(part)
+
+    def side_by_side(self, part: torch.Tensor) -> torch.Tensor:
+        return part if self.collectives is None else self.collectives.side_by_side(part)
+
+    @contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """The layers of a step run within the block."""
+        yield
+
+    def expect_logits(self, rows: torch.Tensor) -> None:
+        """The next step is followed by the logits of these rows of it, and by nothing else."""
+
+    @contextmanager
+    def logits(self, hidden: torch.Tensor) -> Iterator[None]:
+        """The head runs within the block."""
+        yield
+
+    def check(self) -> None:
+        """Raises DeviceLostError when a rank has ended."""
+
+    def close(self) -> None:
+        """End the ranks that this one leads."""
+
+
+ONE_RANK = RankGroup(Shard())

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import closing
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from loraplex import __version__
-from loraplex.adapters.inspect import AdapterReport, inspect_adapter
+from loraplex.adapters.files import TEXT_NAMES
+from loraplex.adapters.inspect import AdapterReport, Weigher, inspect_adapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.cpu import chosen_threads, cpu_limit
+from loraplex.frontend.frontend import texts_beside
 
 if TYPE_CHECKING:
     from loraplex.models.decoder import Decoder
@@ -41,9 +45,30 @@ def report_on(path: str, base: str | None, lora_config: LoRAConfig) -> AdapterRe
     directory = AdapterSource().fetch(path)
     if base is None:
         return inspect_adapter(directory, None, lora_config)
-    model = decoder_of(base)
+    from loraplex.models.source import resolve_model
+
+    base_directory = resolve_model(base)
+    model = decoder_of(str(base_directory))
     contexts = model.config.long_contexts(lora_config.long_lora_scaling_factors)
-    return inspect_adapter(directory, model.lora_targets(), lora_config, contexts)
+    targets = model.lora_targets()
+    judged = directory, targets, lora_config, contexts, _weigher_of(model, targets, lora_config)
+    if not lora_config.adapter_text or not any(os.path.lexists(Path(directory) / name) for name in TEXT_NAMES):
+        return inspect_adapter(*judged)  # a base's tokenizer takes its time
+    with closing(texts_beside(base_directory, model.config.vocab_size, base_directory)) as texts:
+        return inspect_adapter(*judged, texts.read)
+
+
+def _weigher_of(model: Decoder, targets: tuple[LoraTarget, ...], lora_config: LoRAConfig) -> Weigher | None:
+    """None for int8, which a CPU has no blocks of."""
+    import torch
+
+    from loraplex.kernels.ops import get_backend
+    from loraplex.memory.weights.weighing import weigher_of
+
+    if lora_config.lora_dtype == "int8":
+        return None
+    dtype: torch.dtype = getattr(torch, model.config.effective_dtype("auto"))
+    return weigher_of(targets, get_backend("auto", torch.device("cpu")), dtype)
 
 
 def targets_of(base: str) -> tuple[LoraTarget, ...]:

@@ -1,9 +1,13 @@
-"""The environment of child processes: without what could be a secret. They read what clients send, and need none."""
+"""The environment of child processes: without what could be a secret. They read what clients send, and need none.
+
+Also which signals say that a child was killed from outside.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(
@@ -11,6 +15,9 @@ _SECRET_NAME = re.compile(
 )
 _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 """A URL with a password, as proxies and databases have them."""
+
+OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+"""What people and systems end a process with. A process that fails by itself gets others."""
 
 
 def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

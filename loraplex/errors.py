@@ -32,9 +32,10 @@
     |   |   `-- AdapterNoRoomError       503  everything on the device is pinned or in use
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
     |   |-- AdapterBusyError             429  checking it takes much work, and others are being checked: come again
-    |   |-- AdapterUnavailableError      503  the last copy is gone and the source too
+    |   |-- AdapterUnavailableError      503  its files are gone, on their way or out of date, or no template runs now
     |   `-- AdapterFaultError            503  its weights or results were damaged, being restored; has `retry_after_s`
     |-- JournalError                     500  done, but not written to the state directory
+    |   `-- DatabaseUnavailableError     503  the database of --database-url does not answer: the verb is refused
     |-- EngineError                      500
     |   |-- EngineDeadError              503  the engine process is being restarted; has `retry_after_s`
     |   |-- EngineTimeoutError           504  the engine is busy or hangs: a question about it had no answer in time
@@ -287,8 +288,17 @@ class JournalError(LoraplexError):
     kind = "journal_error"
 
 
+class DatabaseUnavailableError(JournalError):
+    http_status = 503
+    kind = "unavailable_error"
+
+
 class EngineError(LoraplexError):
+    """`was_killed`: a signal from outside ended a process of the engine: no failure of its own. It stays in the process
+    that raises."""
+
     kind = "engine_error"
+    was_killed = False
 
 
 class EngineDeadError(EngineError):

@@ -20,8 +20,10 @@ Detail = str | int | float | bool
 class EventKind(enum.StrEnum):
     """`load`: source or disk to host; `evict`: a tier left; `drop`: all tiers left; `unload`: a name resolves to
     nothing; `switch`: requests go to another adapter or version; `fault` and `recovery`: of weights, memory or logits;
-    `mode`: normal to low memory or back; `compaction`: chunks given back; `restart`: a new engine process serves;
-    `audit`: a client called a verb of the server."""
+    `mode`: normal to low memory or back; `compaction`: chunks given back; `merge`: a dominant adapter is merged into a
+    copy of weights, no longer, or not for a reason; `restart`: a new engine process serves; `release`: a runner that
+    the load does not need was ended; `resume`: it serves again; `move`: requests went on in another runner; `audit`: a
+    client called a verb of the server."""
 
     LOAD = "load"
     LOAD_FAILED = "load_failed"
@@ -33,7 +35,11 @@ class EventKind(enum.StrEnum):
     RECOVERY = "recovery"
     MODE = "mode"
     COMPACTION = "compaction"
+    MERGE = "merge"
     RESTART = "restart"
+    RELEASE = "release"
+    RESUME = "resume"
+    MOVE = "move"
     AUDIT = "audit"
 
 

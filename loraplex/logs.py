@@ -7,12 +7,14 @@ would be obeyed by the operator's terminal: every character that is not printabl
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import sys
 import time
 from collections.abc import Sequence
+from typing import TextIO
 
 MAX_CHARS = 4096
 """Of a message; the rest is cut off."""
@@ -70,6 +72,13 @@ def configure(level: str, form: str = "text", *, with_root: bool = False) -> Non
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its news of start and end are ours to tell
 
 
+def write_any_text(*streams: TextIO) -> None:
+    """Escape what a stream's encoding does not have: names may be in any script, and the terminal's may be ASCII."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def arguments() -> list[str]:
     """For the command line of a process that should log as this one does: its warnings, or everything."""
     handlers = logging.getLogger(_LOGGERS[0]).handlers
@@ -83,6 +92,7 @@ def arguments() -> list[str]:
 
 def configure_from(given: Sequence[str]) -> None:
     """What `arguments` of another process says."""
+    write_any_text(sys.stderr)
     if given:
         configure(given[0], given[1], with_root=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from json import loads as from_json
 from typing import TYPE_CHECKING
 
-from loraplex.errors import ConfigError, EngineError, JournalError, LoraplexError
+from loraplex.errors import ConfigError, EngineError, JournalError, LoraplexError, shown
 
 if TYPE_CHECKING:
     from loraplex.adapters.registry import LoadTurn, LoRARef
@@ -55,8 +55,8 @@ def _lora_module_of_json(text: str, base_names: Sequence[str]) -> tuple[str, str
     try:
         fields = from_json(text)
         name, path = fields.pop("name"), fields.pop("path")
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"adapter {text!r}: not JSON with name and path ({error})") from error
+    except (ValueError, KeyError, RecursionError) as error:
+        raise ConfigError(f"adapter {shown(text)}: not JSON with name and path ({error})") from error
     if not (isinstance(name, str) and name and isinstance(path, str) and path):
         raise ConfigError(f"adapter {text!r}: name and path must be texts that are not empty")
     base_name = fields.pop("base_model_name", None)

@@ -60,7 +60,8 @@ class MemoryMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier of adapters: `device`, `host`, `compressed` or `disk`. num_adapters counts contents, up to max_adapters.
+    """One tier of adapters: `device`, `host`, `compressed`, `disk` or `merged`. num_adapters counts contents, up to
+    max_adapters.
 
     pressure: the share of the budget that cannot be freed now (in use, pinned, on its way), 0 to 1; what is idle is no
     pressure.
@@ -101,7 +102,8 @@ class MemoryReport:
     of those or of the host's, the larger one. quarantined: adapter id -> why, and until when it is not served.
     num_waiting: contents that requests asked for in the last two scheduling passes and did not get, by what they wait
     for. found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait
-    for one load together count one for what it read. counters: only grow, by name.
+    for one load together count one for what it read. counters: only grow, by name. merged: ids of the adapters whose
+    content is merged into a copy of weights.
     """
 
     mode: MemoryMode = MemoryMode.NORMAL
@@ -124,6 +126,7 @@ class MemoryReport:
     most_fragmentation: float = 0.0
     num_waiting: Mapping[str, int] = field(default_factory=dict)
     found: Mapping[str, int] = field(default_factory=dict)
+    merged: tuple[int, ...] = ()
 
     def tier(self, name: str) -> TierReport:
         """One tier; an empty one for a tier that is not there."""
@@ -214,3 +217,21 @@ class EngineStats:
     @property
     def resident_bytes(self) -> Mapping[str, int]:
         return {tier: nbytes for tier, nbytes in self.memory.resident_bytes.items() if tier in MEMORY_TIERS}
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerReport:
+    """One engine process of a server. device: as torch names it. message: why it takes no requests, "" while it does.
+    stats: None while it does not answer. is_released: it was ended since the load does not need it. num_moved: requests
+    that went on in another runner."""
+
+    name: str
+    device: str
+    message: str = ""
+    stats: EngineStats | None = None
+    is_released: bool = False
+    num_moved: int = 0
+
+    @property
+    def is_serving(self) -> bool:
+        return not self.message

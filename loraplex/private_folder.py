@@ -1,4 +1,5 @@
-"""A folder whose files are trusted, such as packed weights or the journal: no other user may put any in."""
+"""A folder whose files are trusted, such as packed weights or the journal: no other user may put any in. And where
+such folders are when no setting says so."""
 
 from __future__ import annotations
 
@@ -32,3 +33,12 @@ def private_folder(folder: Path, what: str, remedy: str) -> Path:
             f"{what} {folder} can be written to by other users (mode {mode:o}): chmod 700 it, or {remedy}"
         )
     return folder
+
+
+def default_folder() -> Path | None:
+    """$LORAPLEX_CACHE, or loraplex in the user's cache folder; None when $LORAPLEX_CACHE is `none`: nothing is to be
+    kept on disk."""
+    own = os.environ.get("LORAPLEX_CACHE")
+    if own:
+        return None if own == "none" else Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"

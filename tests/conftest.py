@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +23,7 @@ import pytest
 import torch
 
 import loraplex
+from tests import postgres
 from tests.fixtures import ModelZoo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,3 +58,14 @@ def loggers_as_imported() -> None:
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> ModelZoo:
     """Tiny base models, adapters and their oracles, each made once per session (tests/fixtures.py)."""
     return ModelZoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def postgres_cluster() -> Iterator[postgres.Cluster]:
+    """A test that stops it starts it again."""
+    with contextlib.ExitStack() as stack:
+        try:
+            running = stack.enter_context(postgres.cluster())
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        yield running

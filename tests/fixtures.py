@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 8192
 HIDDEN_SIZE = 64
 NUM_LAYERS = 2
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("mistral", "qwen2", "llama", "qwen3")
+REFERENCE_FAMILIES = FAMILIES[:2]
+"""The reference is slow: a family with a window and one with biases show its branches. They are the first: pytest then
+makes a module's fixture of FAMILIES once for all of its tests."""
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 NUM_TOKENS = 64
@@ -145,6 +148,11 @@ OWN_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any], int | None]] = {
         VOCAB_SIZE + 200,
     ),
     "fewer tokens": ("LoraConfig", {**_ON_Q, "modules_to_save": _SAVED}, VOCAB_SIZE - 100),
+    "trained tokens, LoRA of the head": (
+        "LoraConfig",
+        {**_ON_Q, "target_modules": ["lm_head", "q_proj"], "trainable_token_indices": _SOME_TOKENS},
+        None,
+    ),
 }
 """Class of the configuration, its arguments, and the vocabulary that the model is resized to before (None: is not), for
 what an adapter has beyond linears: LoRA of the embedding and the head, weights and rows of its own, added tokens."""

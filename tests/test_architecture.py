@@ -24,6 +24,7 @@ ORDER = (
     "config",
     "sampling_params",
     "core",
+    "routing",
     "cpu",
     "events",
     "metrics",
@@ -36,18 +37,21 @@ ORDER = (
     "kvcache",
     "layers",
     "models",
+    "ranks",
     "engine",
     "frontend",
     "server",
     "testing",
     "demo",
     "views",
+    "router",
     "bench",
     "profile",
     "doctor",
     "progress",
     "lora_modules",
     "cli_help",
+    "twin",
     "cli",
     "__main__",
     "compat",  # names of the field: nothing in the product imports them
@@ -59,6 +63,8 @@ TORCH_FREE_FOLDERS = (
     "frontend",
     "kvcache",
     "performance",
+    "router",
+    "routing",
     "server",
     "testing",
     "text",
@@ -97,6 +103,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, SMALL_FILE_LINES = 600, 55, 60
 SMALL_FILES = {
     "loraplex.compat.deltas": "names of the field, for users; nothing in the product imports them",
     "loraplex.progress": "draws on a terminal; cli.py is at its size",
+    "loraplex.ranks.start": "a process runs it; it acts before the follower's imports",
     "loraplex.server.verb_turns": "a bound of the protocol, tested alone; its route does not decide which verb waits",
 }
 """Files under SMALL_FILE_LINES that one module imports, and why they are not a part of it."""
@@ -117,6 +124,7 @@ NOT_ON_A_BARE_MACHINE = (
     "peft",
     "psutil",
     "sqlalchemy",
+    "httpx",
 )
 
 
@@ -212,6 +220,19 @@ def test_the_offline_engine_needs_five_packages_only(tmp_path: Path) -> None:
         "    outputs = llm.generate(prompts, params, lora_request=[adapter, None])\n"
         "assert outputs[0].outputs[0].text == 'BANANA BREAD', outputs[0].outputs[0].text\n"
     )
+
+
+def test_a_process_takes_no_module_from_the_working_directory() -> None:
+    """A file `pickle.py` where a server was started ran in its ranks."""
+    started = [
+        (str(path), ast.literal_eval(words[1]))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(tree_of(path))
+        if (words := getattr(node, "args" if isinstance(node, ast.Call) else "elts", None))
+        and ast.unparse(words[0]) == "sys.executable"
+    ]
+    assert len(started) >= 5
+    assert [each for each in started if each[1] not in ("-P", "-I")] == []
 
 
 def test_exports_are_what_they_say() -> None:
@@ -342,18 +363,20 @@ OTHER_PINS = {"loraplex.memory.space.arena"}  # page-locks memory
 
 def declared_in(*names: str) -> set[str]:
     """Modules that declare a function, a class or an attribute of such a name."""
-    found = set()
-    for module, path in modules():
-        for node in ast.walk(tree_of(path)):
-            declared: list[str] = []
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                declared = [node.name]
-            elif isinstance(node, ast.Assign):
-                targets = [each for each in node.targets if isinstance(each, ast.Name | ast.Attribute)]
-                declared = [each.id if isinstance(each, ast.Name) else each.attr for each in targets]
-            if set(declared) & set(names):
-                found.add(module)
-    return found
+    return {module for module, path in modules() if not declarations_of(path).isdisjoint(names)}
+
+
+@cache
+def declarations_of(path: Path) -> frozenset[str]:
+    """Names of the functions, classes and attributes that a file declares, at any depth."""
+    declared: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            declared.add(node.name)
+        elif isinstance(node, ast.Assign):
+            targets = [each for each in node.targets if isinstance(each, ast.Name | ast.Attribute)]
+            declared.update(each.id if isinstance(each, ast.Name) else each.attr for each in targets)
+    return frozenset(declared)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -27,6 +27,7 @@ import torch
 from cyclopts import App, Argument
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import loraplex
 from loraplex import cli, doctor
@@ -105,7 +106,11 @@ def test_commands_are_those_of_the_docs() -> None:
         "adapter clone",
         "state check",
         "state repair",
+        "calibrate",
+        "simulate",
+        "plan",
         "serve",
+        "route",
         "generate",
         "demo",
         "bench",
@@ -153,7 +158,8 @@ def headings(out: str) -> list[str]:
 def test_help_of_serve_has_groups(run: Run) -> None:
     """Every flag has a group that is meant, in the order of `cli_help.GROUPS`; none is long."""
     out = run("serve", "--help")[1]
-    assert headings(out) == ["Arguments", *(group for group in GROUPS if group != "Profile")]
+    others = {"Profile", "Workload", "Fleet", "Service level"}
+    assert headings(out) == ["Arguments", *(group for group in GROUPS if group not in others)]
     for panel in out.split("╭─ ")[1:]:
         assert len(re.findall(r"^│ --", panel, re.MULTILINE)) <= 20, panel.partition(" ─")[0]
 
@@ -163,7 +169,7 @@ def test_flags_of_settings_are_in_a_group(run: Run, path: tuple[str, ...]) -> No
     """What is a command's own may stand under "Parameters"."""
     out = run(*path, "--help")[1]
     assert set(headings(out)) <= {"Arguments", "Parameters", *GROUPS}
-    assert path == ("serve",) or "Server" not in headings(out)
+    assert path in (("serve",), ("route",)) or "Server" not in headings(out)
 
 
 def test_a_field_is_in_the_group_of_the_one_before_it() -> None:
@@ -259,6 +265,10 @@ def test_version(run: Run) -> None:
         (["top", "--interval", "0"], "error: --interval must be 0.1 to 3600 seconds, got 0.0"),
         (["demo", "--each", "0"], "error: --each must be 1..28, got 0"),
         (["demo", "--each", "29"], "each must be 1..28, got 29: there are no more phrases"),
+        (["generate", f"/{'x' * 300}", "hi"], "xxx': File name too long"),
+        (["serve", BASE, "--port", "0", "--adapter-root", f"/{'x' * 300}"], "xxx': File name too long"),
+        (["state", "check", f"/{'x' * 300}"], "xxx': File name too long"),
+        (["adapter", "inspect", UPPER, "--base", f"/{'x' * 300}"], "xxx': File name too long"),
         (["adapter", "inspect", "/nowhere"], "adapter '/nowhere': no such directory"),
         (["adapter", "inspect", UPPER, "--base", "/nowhere"], "model '/nowhere': there is no such directory"),
     ],
@@ -293,6 +303,24 @@ def test_the_same_as_a_program() -> None:
     )
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == 'error: Command "serve" parameter MODEL requires an argument.\n'
+
+
+def test_a_name_that_the_streams_cannot_say_is_escaped(tmp_path: Path) -> None:
+    """A server with `--served-model-name módel` ended when it was ready."""
+    folder = tmp_path / "mó\udcff"
+    shutil.copytree(UPPER, folder)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0"}
+    for path, code in ((folder, 0), (tmp_path / "ó", 1)):
+        ended = subprocess.run(
+            [sys.executable, "-m", "loraplex", "adapter", "inspect", str(path)],
+            capture_output=True,
+            timeout=120,
+            check=False,
+            env=environment,
+        )
+        assert ended.returncode == code, ended.stderr
+        assert b"Traceback" not in ended.stderr
+        assert b"\\xf3" in (ended.stderr if code else ended.stdout)
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""])
@@ -410,6 +438,7 @@ def test_the_base_of_a_lora_module_is_checked() -> None:
         ("sql=", "write name=path"),
         ("", "write name=path"),
         ("{", "not JSON with name and path"),
+        pytest.param('{"a":' * 20_000 + "1" + "}" * 20_000, "not JSON with name and path", id="deep"),
         ('{"name": "sql"}', "not JSON with name and path"),
         ('{"name": "sql", "path": 3}', "name and path must be texts"),
         ('{"name": "", "path": "/sql"}', "name and path must be texts"),
@@ -823,6 +852,30 @@ def test_inspect_a_good_adapter(run: Run) -> None:
     assert "honoured r = " in out
 
 
+def test_inspect_checks_the_text_as_a_load_does(run: Run, copy_of_upper: Path) -> None:
+    """The reasons are those of the server; a base is needed, and --no-adapter-text leaves the files alone."""
+    template = copy_of_upper / "chat_template.jinja"
+    template.write_text("{{ messages")
+    tokenizer = json.loads((Path(BASE) / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (copy_of_upper / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, out, _ = run("adapter", "inspect", str(copy_of_upper), "--base", BASE)
+    assert code == 1
+    assert f"refused: token {first!r} of its tokenizer has id {vocabulary[first]}" in out
+    (copy_of_upper / "tokenizer.json").unlink()
+    code, out, _ = run("adapter", "inspect", str(copy_of_upper), "--base", BASE)
+    assert code == 1
+    assert "is refused" in out
+    assert "refused: chat template 'default': the chat template is wrong at line 1: " in out
+    assert run("adapter", "inspect", str(copy_of_upper))[0] == 0
+    assert run("adapter", "inspect", str(copy_of_upper), "--base", BASE, "--no-adapter-text")[0] == 0
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    code, out, err = run("adapter", "inspect", str(copy_of_upper), "--base", BASE)
+    assert (code, err) == (0, "")
+
+
 @pytest.mark.parametrize("task", ADAPTERS, ids=lambda task: task.name)
 def test_the_demos_adapters_fit_their_base(run: Run, task: Any) -> None:
     assert run("adapter", "inspect", str(adapter_path(task.name)), "--base", BASE)[0] == 0
@@ -842,6 +895,27 @@ def test_merge_and_export_write_adapters_that_fit_the_base(run: Run, tmp_path: P
     digests = [run("adapter", "inspect", str(path), "--json")[1] for path in (merged, tmp_path / "copy")]
     first, second = (json.loads(text)["adapter_digest"] for text in digests)
     assert first == second
+
+
+def test_a_merge_says_the_rank_where_there_is_one(run: Run, tmp_path: Path) -> None:
+    out = run("adapter", "merge", f"{UPPER}=1", "--output", str(tmp_path / "lora"))[1]
+    rank = json.loads((tmp_path / "lora/adapter_config.json").read_text())["r"]
+    assert f", rank {rank}, " in out
+    config = {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {"base_model.model.model.layers.0.self_attn.k_proj.ia3_l": torch.ones(8, 1)}
+        save_file(tensors, tmp_path / name / "adapter_model.safetensors")
+    merged = tmp_path / "both"
+    code, out, err = run(
+        "adapter", "merge", f"{tmp_path / 'one'}=0.5", f"{tmp_path / 'two'}=0.5", "--output", str(merged)
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{merged}: linear: 0.5 * ")
+    assert ", rank " not in out
+    assert out.endswith(", 32 bytes\n")
+    assert (merged / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

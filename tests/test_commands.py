@@ -26,10 +26,12 @@ from pathlib import Path
 import pytest
 
 from loraplex.demo.tasks import adapter_path, assets_path
+from tests.twin.parts import calibration
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PROGRAMS = ("loraplex", "curl", "python", "make", "pip", "scripts/", "docker", "openssl", "lm_eval")
+PARSED = tuple(f"loraplex {name} " for name in ("serve", "route", "calibrate", "plan", "simulate"))
 START_TIMEOUT_S = 120.0
 SMALL = ("--num-threads", "1", "--log-level", "warning", "--no-access-log", "--no-standby-engine")
 NAMES = {
@@ -47,7 +49,18 @@ NOT_RUN = (
     (r"docker ", "no container tool here; tests/test_containers.py runs what the files say"),
     (r"lm_eval ", "is another project's program, with a data set to be fetched"),
     (r"python -m benchmarks\.", "take minutes; tests/benchmarks runs their code"),
-    (r"loraplex serve .*--device cuda", "needs a GPU"),
+    (r"loraplex serve .*--devices? cuda", "needs a GPU"),
+    (
+        r"loraplex serve .*--tensor-parallel-size",
+        "the demo's vocabulary, 107, has no halves; tests/ranks serves others",
+    ),
+    (
+        r"loraplex (route|serve .*--port 800[12])|curl localhost:800[12]/",
+        "several programs: tests/router/test_processes.py and tests/server/test_shared_registry.py run them",
+    ),
+    (r"loraplex calibrate ", "takes two minutes; tests/twin/test_commands.py measures for five seconds"),
+    (r"loraplex plan .*--plot", "needs matplotlib, of an extra; tests/twin/test_planning.py draws where it is"),
+    (r"loraplex simulate .*--replicas 1000", "takes minutes; tests/twin/test_commands.py has five replicas"),
     (
         r"loraplex serve .*(--ssl-certfile|16GiB|9GiB|12GiB)",
         "needs a certificate, or the memory of a server: only its options are read",
@@ -108,6 +121,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "adapters", root / "path" / "to" / "adapters")
     shutil.copytree(adapter_path("rot13"), root / "path" / "to" / "adapter")
     shutil.copy(ROOT / "examples" / "custom_eviction_policy.py", root / "my_policies.py")
+    calibration().write(root / "calibration.json")
+    (root / "arrivals.jsonl").write_text('{"at_s": 0.5, "adapter": "sql", "prompt_tokens": 212, "output_tokens": 64}')
     return root
 
 
@@ -241,10 +256,10 @@ def test_options_of_commands_that_do_not_run(page: Path) -> None:
     from loraplex.cli import app
 
     for command in commands(page):
-        if command.startswith("loraplex serve") and reason_not_to_run(command) is not None:
+        if command.startswith(PARSED) and reason_not_to_run(command) is not None:
             words = [word for word in shlex.split(command)[1:] if word != "..."]
             function, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
-            assert function.__name__ == "serve"
+            assert function.__name__ == words[0]
             assert bound.arguments
 
 

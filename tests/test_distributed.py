@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
-from loraplex.distributed import shard_bias, shard_columns, shard_lora_a, shard_lora_b, shard_rows
+from loraplex.distributed import shard_bias, shard_columns, shard_lora, shard_lora_a, shard_lora_b, shard_rows
 
 IN, RANK, TOKENS = 24, 5, 3
 SIZES = pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -118,3 +120,79 @@ def test_another_models_dimensions_are_refused_by_module() -> None:
         shard_lora_b(target, 1, draw(16, RANK))
     with pytest.raises(ValueError, match=r"bias of linear\.1 has 7"):
         shard_bias(target, 1, draw(7))
+
+
+# ----------------------------------------------------------------------------------- fully sharded, and block-diagonal
+
+
+def fully(target: LoraTarget) -> LoraTarget:
+    return replace(target, is_fully_sharded=True)
+
+
+@SIZES
+def test_fully_sharded_column_parts(size: int) -> None:
+    """The rank is cut, filled up where it cannot be dealt out: x A^T of all ranks side by side goes through each B."""
+    x, a, b = draw(TOKENS, IN), draw(RANK, IN), draw(32, RANK)
+    targets = [fully(target_of(ShardKind.COLUMN, shard, [(32 // size, 32)])) for shard in shards(size)]
+    cut = [shard_lora(target, 0, a, b) for target in targets]
+    padded = -(-RANK // size) * size
+    assert all(is_exchanged == (size > 1) for _, _, is_exchanged in cut)
+    assert all(own_a.shape == (padded // size, IN) for own_a, _, _ in cut)
+    h = torch.cat([x @ own_a.T for own_a, _, _ in cut], dim=1)
+    torch.testing.assert_close(torch.cat([h @ own_b.T for _, own_b, _ in cut], dim=1), x @ a.T @ b.T)
+
+
+@SIZES
+def test_fully_sharded_row_parts(size: int) -> None:
+    """The outputs are cut, too: the sum of x A^T over ranks goes through each B, to outputs of its own."""
+    x, a, b = draw(TOKENS, IN), draw(RANK, IN), draw(16, RANK)
+    targets = [fully(target_of(ShardKind.ROW, shard, [(16, 16)], IN // size)) for shard in shards(size)]
+    cut = [shard_lora(target, 0, a, b) for target in targets]
+    assert all(own_b.shape == (16 // size, RANK) for _, own_b, _ in cut)
+    own_x = x.chunk(size, dim=1)
+    h = sum((part @ own_a.T for part, (own_a, _, _) in zip(own_x, cut, strict=True)), torch.zeros(()))
+    torch.testing.assert_close(torch.cat([h @ own_b.T for _, own_b, _ in cut], dim=1), x @ a.T @ b.T)
+
+
+def blocks_of(num_blocks: int, rows: int, columns: int) -> torch.Tensor:
+    return torch.block_diag(*draw(rows, columns // num_blocks).chunk(num_blocks))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("num_blocks", [2, 4])
+@SIZES
+def test_block_diagonal_parts_exchange_nothing_where_blocks_match(size: int, num_blocks: int, is_full: bool) -> None:
+    """Of a column-parallel linear B is so, of a row-parallel one A. More ranks than blocks: as any adapter."""
+    x, rank, total = draw(TOKENS, IN), 8, torch.zeros(())
+    a, b, outs = draw(rank, IN), blocks_of(num_blocks, 32, rank), []
+    row_a, row_b = blocks_of(num_blocks, rank, IN), draw(16, rank)
+    for shard in shards(size):
+        column, row = (
+            replace(each, is_fully_sharded=is_full)
+            for each in (
+                target_of(ShardKind.COLUMN, shard, [(32 // size, 32)]),
+                target_of(ShardKind.ROW, shard, [(16, 16)], IN // size),
+            )
+        )
+        cut, row_cut = shard_lora(column, 0, a, b, 1, num_blocks), shard_lora(row, 0, row_a, row_b, num_blocks)
+        does_match = num_blocks % size == 0
+        assert cut[2] == row_cut[2] == (is_full and not does_match)
+        if does_match:
+            assert cut[0].shape == (rank // size, IN)
+            assert row_cut[1].shape == (16, rank // size)
+            outs.append(x @ cut[0].T @ cut[1].T)
+            total = total + x.chunk(size, dim=1)[shard.rank] @ row_cut[0].T @ row_cut[1].T
+    if outs:
+        torch.testing.assert_close(torch.cat(outs, dim=1), x @ a.T @ b.T)
+        torch.testing.assert_close(total, x @ row_a.T @ row_b.T)
+
+
+def test_a_head_that_several_ranks_have_takes_the_blocks_of_its_outputs() -> None:
+    """Two kv heads on four ranks: each rank has one, which two of four blocks make."""
+    a, b = draw(8, IN), blocks_of(4, 12, 8)
+    for shard in shards(4):
+        own_a, own_b, is_exchanged = shard_lora(fully(target_of(ShardKind.QKV, shard, [(6, 12)])), 0, a, b, 1, 4)
+        head = shard.rank // 2
+        assert not is_exchanged
+        assert torch.equal(own_a, a[4 * head : 4 * head + 4])
+        assert torch.equal(own_b, b[6 * head : 6 * head + 6, 4 * head : 4 * head + 4])

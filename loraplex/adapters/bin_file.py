@@ -22,13 +22,15 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.files import BIN_NAME, MAX_NAME_CHARS, AdapterFolder, check_no_pointer, damaged
+from loraplex.adapters.files import BIN_NAME, AdapterFolder, check_name, check_no_pointer, damaged
 from loraplex.adapters.regular_file import RegularFile, check_size
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
 MEMBERS_A_TENSOR = 2
 PICKLE_BYTES_A_TENSOR = 512
+OPCODES_A_TENSOR = 64
+"""Of a parameter 42. The check and torch's weights-only unpickler go over them in Python."""
 MAX_TUPLE_DEPTH = 4
 """Arguments of a parameter, those of its tensor, and its shape; one to spare."""
 SPARE_MEMBERS = 64
@@ -105,7 +107,7 @@ def _write_checked_zip(copy: io.BytesIO, file: RegularFile, max_tensors: int, wh
         with zipfile.ZipFile(copy) as archive:
             for member in archive.infolist():
                 if member.filename.lower().endswith(".pkl"):
-                    _check_pickle(archive, member, max_tensors * PICKLE_BYTES_A_TENSOR, where)
+                    _check_pickle(archive, member, max_tensors, where)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, LookupError) as error:
         text = f"is truncated or damaged: {_first_line(error)}; copy the file again"
         raise AdapterTruncatedError(f"{where} {text}") from error
@@ -141,12 +143,15 @@ class _PieceReader(io.FileIO):
         return bytes(piece[:num_read])
 
 
-def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int, where: str) -> None:
-    """Refuse a pickle that names anything but tensors, before it is loaded."""
+def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_tensors: int, where: str) -> None:
+    """Refuse a pickle that names anything but tensors, or is longer than theirs, before it is loaded."""
+    max_bytes, max_opcodes = max_tensors * PICKLE_BYTES_A_TENSOR, max_tensors * OPCODES_A_TENSOR
     if member.file_size > max_bytes:
         raise _refused(where, f"has a pickle of {member.file_size} bytes, at most {max_bytes} are read")
     depths = _TupleDepths(where)
-    for opcode, argument, _ in pickletools.genops(archive.read(member)):
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(archive.read(member))):
+        if number >= max_opcodes:
+            raise _refused(where, f"has a pickle of more than {max_opcodes} steps; no adapter of this base model has")
         is_known = argument in _NAMES_IN_PICKLES or (isinstance(argument, str) and _STORAGE.fullmatch(argument))
         if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not is_known:
             raise _more_than_tensors(where, f"it names {shown(argument)}")
@@ -203,9 +208,9 @@ def _check_tensors(loaded: object, size: int, where: str) -> dict[str, torch.Ten
         raise AdapterFileFormatError(f"{where} holds a {type(loaded).__name__}, not a dict of tensors")
     loaded = dict(dict.items(loaded))  # an OrderedDict's own attributes, which a pickle sets, may hide its methods
     for name, tensor in loaded.items():
-        is_named = isinstance(name, str) and len(name) <= MAX_NAME_CHARS
-        if not is_named or not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
             raise AdapterFileFormatError(f"{where}: entry {shown(name)} is not a plain tensor")
+        check_name(name, where)
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.values())  # tensor.nbytes overflows
     if nbytes > size:  # stride 0, or shared bytes
         raise AdapterFileFormatError(f"{where} holds tensors that are larger than the file")

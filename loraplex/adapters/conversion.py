@@ -1,6 +1,7 @@
 """Other kinds than plain LoRA in what the kernels compute with: A and B, a magnitude, gains.
 
     DoRA     magnitude = lora_magnitude_vector
+    BD-LoRA  A, or B, of the blocks on its diagonal, which the file has under one another; in the dtype of the file
     IA3      gain = ia3_l, or input_gain = ia3_l where the module is one of feedforward_modules
     AdaLoRA  A = lora_A * lora_E, B = lora_B
     LoHa     (w1_a w1_b) o (w2_a w2_b) = B A with B[:, i r + j] = w1_a[:, i] w2_a[:, j], A[i r + j] = w1_b[i] w2_b[j],
@@ -33,6 +34,9 @@ from loraplex.adapters.kinds import Kind
 PIECE_NUMBERS = 2**20
 """Rows of A or B are made in float64 so many numbers at a time."""
 
+WHOLE = (1, 1)
+"""Blocks on the diagonals of A and B."""
+
 MAX_WIDTH = 2**20
 """Of a linear, as a file says it: divisors are looked for up to its square root."""
 
@@ -61,16 +65,19 @@ def part_shapes(
     out_features: int,
     is_feedforward: bool = False,
     is_embedding: bool = False,
+    blocks: tuple[int, int] = WHOLE,
 ) -> dict[str, tuple[int, ...]]:
-    """The parts that a module's tensors must be, and their shapes. rank: what the configuration says of the module."""
+    """The parts that a module's tensors must be, and their shapes. rank, blocks: what the configuration says of the
+    module."""
     match helper.kind:
         case Kind.LN_TUNING | Kind.TRAINABLE_TOKENS:
             return {}
         case Kind.LORA if is_embedding:
             return {"lora_embedding_A": (rank, in_features), "lora_embedding_B": (out_features, rank)}
         case Kind.LORA:
-            shapes: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, in_features)}
-            shapes["lora_B.weight"] = (out_features, rank)
+            a_blocks, b_blocks = blocks
+            shapes: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, in_features // a_blocks)}
+            shapes["lora_B.weight"] = (out_features, rank // b_blocks)
             if helper.lora_bias:
                 shapes["lora_B.bias"] = (out_features,)
             if helper.use_dora:
@@ -125,7 +132,7 @@ def factor_pair(size: int, factor: int) -> tuple[int, int]:
     return smaller, size // smaller
 
 
-def file_widths(kind: Kind, shapes: Shapes) -> tuple[int, int] | None:
+def file_widths(kind: Kind, shapes: Shapes, blocks: tuple[int, int] = WHOLE) -> tuple[int, int] | None:
     """(in, out) of the module that these tensors are for; None when they do not say it. IA3 says one of the two."""
     embedding = ("lora_embedding_A", "lora_embedding_B")
     pairs = [embedding] if kind is Kind.LORA and not shapes.keys().isdisjoint(embedding) else _WIDTH_PARTS.get(kind)
@@ -133,7 +140,7 @@ def file_widths(kind: Kind, shapes: Shapes) -> tuple[int, int] | None:
     sides = [(shapes.get(columns, ()), shapes.get(rows, ())) for columns, rows in pairs]
     if any(len(shape) != 2 for side in sides for shape in side):
         return None
-    widths = math.prod(columns[1] for columns, _ in sides), math.prod(rows[0] for _, rows in sides)
+    widths = blocks[0] * math.prod(columns[1] for columns, _ in sides), math.prod(rows[0] for _, rows in sides)
     return widths if all(0 < width <= MAX_WIDTH for width in widths) else None
 
 
@@ -147,11 +154,14 @@ _WIDTH_PARTS = {
 """The parts with as many columns as a module has inputs, and as many rows as it has outputs."""
 
 
-def cost_of(helper: PEFTHelper, rank: int, in_features: int, out_features: int) -> ModuleCost:
+def cost_of(
+    helper: PEFTHelper, rank: int, in_features: int, out_features: int, blocks: tuple[int, int] = WHOLE
+) -> ModuleCost:
     """Of a module, without making anything. nbytes of A and B is 0 where they are the file's own."""
     match helper.kind:
         case Kind.LORA:
-            return ModuleCost(rank, 0)
+            made = [width for width, count in zip((in_features, out_features), blocks, strict=True) if count > 1]
+            return ModuleCost(rank, rank * sum(made) * torch.float32.itemsize)
         case Kind.IA3 | Kind.LN_TUNING | Kind.TRAINABLE_TOKENS:
             return ModuleCost(0, 0)
         case Kind.ADALORA | Kind.VERA:
@@ -243,6 +253,17 @@ _CONVERTERS: dict[Kind, Converter] = {
     Kind.LOKR: _of_lokr,
     Kind.VERA: _of_vera,
 }
+
+
+def block_diagonal(stored: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Blocks that lie under one another, on the diagonal of a matrix of zeros."""
+    num_rows, width = stored.shape
+    made = torch.zeros(num_rows, num_blocks * width, dtype=stored.dtype)
+    diagonal = _bits(made).reshape(num_blocks, -1, num_blocks, width)
+    for index, block in enumerate(_bits(stored).reshape(num_blocks, -1, width)):
+        diagonal[index, :, index] = block
+    return made
+
 
 # ------------------------------------------------------------------------------------------------- rows of tokens
 

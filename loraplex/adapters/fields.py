@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.adapters.kinds import AS_LORA, MERGE, PEFT_TYPES, Kind, TypeVerdict
-from loraplex.adapters.patterns import PatternError, check_patterns
+from loraplex.adapters.patterns import BlockDiagonal, PatternError, check_patterns
 from loraplex.config import MAX_CONTEXT, MAX_CONTEXT_FACTOR
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
@@ -22,6 +22,9 @@ MAX_PATTERN_KEYS = 2**13
 """Of rank_pattern and alpha_pattern each: nine for every linear of a model of 126 layers."""
 
 MAX_FIELDS = 512
+
+MAX_BLOCK_NAMES = 512
+"""Of use_bdlora: each is looked for in the name of each module."""
 
 MAX_RANK = 2**16
 """Beyond any linear; keeps numbers from a file from overflowing."""
@@ -58,7 +61,7 @@ class FieldVerdict:
 
 HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
 HONOURED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora", "alora_invocation_tokens"}
+HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora", "use_bdlora", "alora_invocation_tokens"}
 HONOURED |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
 HONOURED |= {"context_length", "vllm_max_position_embeddings", "vllm_long_context_scaling_factor"}
 HONOURED |= {"vllm_lora_scaling_factor"}
@@ -96,7 +99,6 @@ REFUSED = {
     "layer_replication": f"a base model with repeated layers is another model; {_PLAIN} on the base as it is",
     "use_qalora": f"QALoRA pools the inputs and is not supported; {_PLAIN}",
     "arrow_config": "Arrow routing between adapters is not supported; serve the adapters by name",
-    "use_bdlora": f"block-diagonal LoRA is not supported; {_PLAIN}",
     "kasa_config": f"KaSA truncates the base weights; {_PLAIN}",
     "monteclora_config": f"Monte Carlo LoRA is not supported; {_PLAIN}",
     "velora_config": "the file has training buffers; VeLoRA infers as plain LoRA: "
@@ -155,6 +157,7 @@ TABLES: dict[Kind, FieldTable] = {
             **_NO_CONTEXT,
             "trainable_token_indices": "trained tokens are served of LoRA and TRAINABLE_TOKENS; train one of them",
             "use_dora": "peft has no AdaLoRA with DoRA; set it to false",
+            "use_bdlora": "peft has no block-diagonal AdaLoRA; set it to null",
             "alora_invocation_tokens": "peft has no activated AdaLoRA; set it to null",
             "loftq_config": "peft has no AdaLoRA with LoftQ; set it to null",
         },
@@ -205,6 +208,11 @@ _NOT_ACTIVATED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(CONTEXT_FIELDS, (_OF_ALL_ROWS, lambda value: is_set(value))),
 }
 """Fields that cannot stand beside alora_invocation_tokens: why, and with which values."""
+
+
+_BDLORA_DEFAULTS = {"target_modules_bd_a": None, "target_modules_bd_b": None, "nblocks": 1, "match_strict": True}
+_NOT_BLOCK_DIAGONAL = ("use_dora", "lora_bias", "alora_invocation_tokens")
+"""Fields that cannot stand beside use_bdlora."""
 
 
 def is_set(value: Any) -> bool:
@@ -478,6 +486,24 @@ class ConfigReader:
             text = "lora_bias=True with use_dora=True: peft does not load that"
             self._refuse("lora_bias", f"{text}; train without one of them")
         return value
+
+    def use_bdlora(self) -> BlockDiagonal | None:
+        given = self.fields.get("use_bdlora")
+        if not is_set(given):
+            return None
+        values = {**_BDLORA_DEFAULTS, **given} if isinstance(given, Mapping) else {}
+        names = [values.get(name) or [] for name in ("target_modules_bd_a", "target_modules_bd_b")]
+        are_names = all(isinstance(each, list) and len(each) <= MAX_BLOCK_NAMES for each in names)
+        are_names = are_names and all(isinstance(one, str) and one for each in names for one in each)
+        is_known = values.keys() == _BDLORA_DEFAULTS.keys() and type(values["match_strict"]) is bool
+        if not (is_known and are_names and RANK.is_met_by(values["nblocks"])):
+            self._refuse_value("use_bdlora", f"null or an object of {', '.join(_BDLORA_DEFAULTS)}")
+            return None
+        for name in _NOT_BLOCK_DIAGONAL:
+            if is_set(self.fields.get(name)):
+                text = f"{name}={shown(self.fields[name])} with use_bdlora: peft does not load that"
+                self._refuse(name, f"{text}; train without one of them")
+        return BlockDiagonal(tuple(names[0]), tuple(names[1]), values["nblocks"], values["match_strict"])
 
     def invocation_tokens(self) -> tuple[int, ...]:
         """Of aLoRA; none: a LoRA of all rows, as in peft."""

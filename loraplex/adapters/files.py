@@ -62,7 +62,8 @@ MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 2**16
 MAX_CONFIG_DEPTH = 16
 MAX_SHARDS = 1024
-MAX_NAME_CHARS = 512
+MAX_NAME_CHARS, MAX_NAME_DOTS = 512, 32
+"""Of a tensor's name: what a configuration may say of a module grows with its dots."""
 MAX_DTYPE_CHARS = 32
 
 MIN_TENSORS, MAX_TENSORS = 2**13, 2**16
@@ -74,7 +75,7 @@ SPARE_VALUES = 2**12
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 DTYPE_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1}
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\.safetensors")
+SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\.safetensors")
 _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -196,7 +197,7 @@ class AdapterFolder:
         try:
             with os.scandir(self.path) as entries:
                 names = (entry.name for entry in entries)
-                found = frozenset(islice(filter(_SHARD_NAME.fullmatch, names), MAX_SHARDS + 1))
+                found = frozenset(islice(filter(SHARD_NAME.fullmatch, names), MAX_SHARDS + 1))
         except (FileNotFoundError, NotADirectoryError):
             return frozenset()
         except OSError as error:
@@ -293,7 +294,7 @@ def _read_index(folder: AdapterFolder, max_tensors: int) -> dict[str, frozenset[
         raise AdapterFileFormatError(f"{where} has no weight_map")
     shards: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
+        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
             text = "a file beside it is wanted, of letters, digits and _.-, ending in .safetensors"
             raise AdapterFileFormatError(f"{where} names the shard {shown(name)}; {text}")
         shards.setdefault(name, set()).add(tensor)
@@ -363,10 +364,16 @@ def _are_sizes(values: Any) -> bool:
     return type(values) is list and all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 
+def check_name(name: str, where: str) -> None:
+    """Raise AdapterFileFormatError for a name of a tensor that is longer or deeper than those of models."""
+    for num, limit, what in ((len(name), MAX_NAME_CHARS, "characters"), (name.count("."), MAX_NAME_DOTS, "dots")):
+        if num > limit:
+            text = f"names a tensor in {num} {what}, at most {limit} are read"
+            raise AdapterFileFormatError(f"{where} {text}")
+
+
 def _entry(name: str, fields: Any, shard: int, data_start: int, where: str) -> TensorEntry:
-    if len(name) > MAX_NAME_CHARS:
-        text = f"names a tensor in {len(name)} characters, at most {MAX_NAME_CHARS} are read"
-        raise AdapterFileFormatError(f"{where} {text}")
+    check_name(name, where)
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_FIELDS:
         raise damaged(where, f"the header of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]

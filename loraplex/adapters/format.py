@@ -29,15 +29,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.fields import ALPHA, CONTEXT_FIELDS, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
+from loraplex.adapters.fields import (
+    ALPHA,
+    CONTEXT_FIELDS,
+    MAX_FIELDS,
+    RANK,
+    ConfigReader,
+    FieldVerdict,
+)
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder
 from loraplex.adapters.kinds import Kind
 from loraplex.adapters.patterns import (
+    BlockDiagonal,
     PatternError,
     dotted_suffixes,
     fullmatches,
     layer_indices,
     named_by,
+    named_by_ends,
+    named_by_spans,
     pattern_values,
 )
 from loraplex.adapters.regular_file import Roots
@@ -102,6 +112,7 @@ class PEFTHelper:
     base_model_name: str | None = None
     kind: Kind = Kind.LORA
     use_dora: bool = False
+    block_diagonal: BlockDiagonal | None = None
     kept_ranks: Mapping[str, int] | None = None
     feedforward_modules: tuple[str, ...] | str = ()
     decompose_both: bool = False
@@ -178,6 +189,10 @@ class PEFTHelper:
     @functools.cached_property
     def max_rank(self) -> int:
         return max((self.r, *(self.rank_pattern or {}).values()))
+
+    def blocks_of(self, module: str) -> tuple[int, int]:
+        """The blocks on the diagonals of its A and B; 1: it is whole."""
+        return (1, 1) if self.block_diagonal is None else self.block_diagonal.blocks_of(module)
 
     # -------------------------------------------------------------------------------------------------------- scaling
 
@@ -282,20 +297,21 @@ class PEFTHelper:
         Raises AdapterValidationError for a pattern that cannot be matched.
         """
         with self._refusing_bad_patterns():
-            excluded = (
-                self._excluded(module_names)
-                | _named_by_ends(frozenset(self.modules_to_save), module_names, _spans).keys()
-            )
+            saved = named_by_spans(frozenset(self.modules_to_save), module_names)  # peft targets nothing inside of them
+            excluded = self._excluded(module_names) | saved.keys()
             return frozenset(self._targeted(module_names)) - excluded
 
     def match_saved(self, module_names: Sequence[str]) -> dict[str, frozenset[str]]:
         """Module -> the entries of modules_to_save that peft copies it for: the end of its name, or of a parent's,
-        without regard to dots."""
-        return _named_by_ends(frozenset(self.modules_to_save), module_names, _endings_of_parents)
+        without regard to dots. Raises as `match_modules` does."""
+        with self._refusing_bad_patterns():
+            return named_by_ends(frozenset(self.modules_to_save), module_names, with_parents=True)
 
     def match_trained_tokens(self, module_names: Sequence[str]) -> dict[str, frozenset[str]]:
-        """Module -> the keys of token_indices that name it: the end of its name, without regard to dots."""
-        return _named_by_ends(frozenset(self.token_indices or ()), module_names, _endings)
+        """Module -> the keys of token_indices that name it: the end of its name, without regard to dots. Raises as
+        `match_modules` does."""
+        with self._refusing_bad_patterns():
+            return named_by_ends(frozenset(self.token_indices or ()), module_names)
 
     def match_feedforward(self, module_names: Sequence[str]) -> frozenset[str]:
         """The modules whose inputs IA3 multiplies: peft takes the end of a name, without regard to dots.
@@ -305,18 +321,19 @@ class PEFTHelper:
         entries = self.feedforward_modules
         if not entries:
             return frozenset()
-        if isinstance(entries, str):
-            with self._refusing_bad_patterns():
+        with self._refusing_bad_patterns():
+            if isinstance(entries, str):
                 return frozenset(fullmatches(entries, module_names))
-        known = frozenset(entries)
-        return frozenset(_named_by_ends(known, module_names, _endings))
+            return frozenset(named_by_ends(frozenset(entries), module_names))
 
     def unmatched_targets(self, module_names: Sequence[str]) -> tuple[str, ...]:
         """Entries of a target_modules list that name none of these modules, whatever the layers or exclusions."""
         if isinstance(self.target_modules, str):
             return ()
-        sayable = {suffix for name in module_names for suffix in dotted_suffixes(name)}
-        return tuple(entry for entry in self.target_modules if entry not in sayable)
+        unsaid = set(self.target_modules)
+        for name in module_names:
+            unsaid.difference_update(dotted_suffixes(name))
+        return tuple(entry for entry in self.target_modules if entry in unsaid)
 
     def _excluded(self, names: Sequence[str]) -> frozenset[str]:
         if isinstance(self.exclude_modules, str):
@@ -368,6 +385,8 @@ class PEFTHelper:
             fields["peft_type"] = self.kind.value
         if self.use_dora:
             fields["use_dora"] = True
+        if (blocks := self.block_diagonal) is not None:
+            fields["use_bdlora"] = [blocks.of_a, blocks.of_b, blocks.num_blocks]
         if self.invocation_tokens:
             fields["alora_invocation_tokens"] = self.invocation_tokens
         if self.token_indices:
@@ -399,6 +418,7 @@ def _of_lora(read: ConfigReader) -> dict[str, Any]:
         "lora_bias": read.flag("lora_bias"),
         "fan_in_fan_out": read.fan_in_fan_out(),
         "use_dora": read.use_dora(),
+        "block_diagonal": read.use_bdlora(),
         "token_indices": read.trainable_token_indices(),
         "invocation_tokens": read.invocation_tokens(),
         "ensure_weight_tying": read.flag("ensure_weight_tying"),
@@ -484,34 +504,6 @@ _FIELDS_OF: dict[Kind, Callable[[ConfigReader], dict[str, Any]]] = {
     Kind.LN_TUNING: _of_ln_tuning,
     Kind.TRAINABLE_TOKENS: _of_trainable_tokens,
 }
-
-
-def _named_by_ends(
-    entries: frozenset[str], names: Sequence[str], sayable: Callable[[str], frozenset[str]]
-) -> dict[str, frozenset[str]]:
-    """name -> the entries among what may be said of it; in one look-up each, however many entries there are."""
-    if not entries:
-        return {}
-    found = {name: entries & sayable(name) for name in names}
-    return {name: hits for name, hits in found.items() if hits}
-
-
-def _endings(name: str) -> frozenset[str]:
-    return frozenset(name[start:] for start in range(len(name)))
-
-
-def _endings_of_parents(name: str) -> frozenset[str]:
-    """Every end of a module's name and of its parents'."""
-    stops = [len(name), *(index for index, char in enumerate(name) if char == ".")]
-    return frozenset(name[start:stop] for stop in stops for start in range(stop))
-
-
-def _spans(name: str) -> frozenset[str]:
-    """Every run of whole components of a name: peft targets nothing that is inside a module that it copies."""
-    parts = name.split(".")
-    return frozenset(
-        ".".join(parts[start:stop]) for start in range(len(parts)) for stop in range(start + 1, len(parts) + 1)
-    )
 
 
 def _ambiguous(field: str, values: Mapping[str, Sequence[float]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,10 +26,11 @@ from loraplex.adapters.kinds import (
     no_part,
     unused_reasons,
 )
+from loraplex.adapters.opener import ReadText, no_text
 from loraplex.adapters.regular_file import check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.validation import WHY_CALLED, TensorCheck, why_uncalled
-from loraplex.adapters.weights import CheckedReader
+from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LongContexts, LoraTarget, ShardKind
 from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValidationError, shown
@@ -37,16 +38,44 @@ from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValid
 
 @dataclass(frozen=True, slots=True)
 class OwnFact:
-    """What an adapter has beyond LoRA on linears: what it is, of how many modules, its bytes, and what a step reads."""
+    """A part of an adapter: what it is, of how many modules, its bytes (is_most: at most), and what a step reads."""
 
     what: str
     num_modules: int
     nbytes: int
     step: str
+    is_most: bool = False
+    where: str = ""
 
     def __str__(self) -> str:
         modules = "" if self.num_modules == 1 else f" of {self.num_modules} modules"
-        return f"{self.what}{modules}, {self.nbytes} bytes; a step reads {self.step}"
+        most = "at most " if self.is_most else ""
+        return f"{self.what}{modules}, {most}{self.nbytes} bytes{self.where}; a step reads {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What an adapter is in memory, in a CPU's layout: the bytes of all its parts, and these one by one.
+
+    is_most: the bytes may be fewer. has_projections: VeRA's A and B are shared.
+    """
+
+    nbytes: int
+    is_most: bool
+    parts: tuple[OwnFact, ...]
+    has_projections: bool
+
+    def __str__(self) -> str:
+        most, why = ("at most ", "; the base's weights were not read") if self.is_most else ("", "")
+        return f"{most}{self.nbytes} bytes in all on a CPU{why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Weigher:
+    """How a model is sized as packing does it. keeps_projections: as CheckedReader's."""
+
+    weigh: Callable[[LoRAModel], Packed]
+    keeps_projections: bool
 
 
 @dataclass(frozen=True)
@@ -57,8 +86,8 @@ class AdapterReport:
     unreadable. kind: its peft_type, and whether that is served, converted at load or refused. parts: (number, bytes) of
     tensors by part. own: what is beyond LoRA on linears; vocabulary: where the adapter's ends, if its file says it.
     context: how far it stretches the base's, if it does.
-    served_ranks, served_nbytes: what is made of a converted adapter, in float32. text_files: those about the text of
-    its requests, which are read with the base's tokenizer alone, at a load.
+    served_ranks, served_nbytes: what is made of a converted adapter, in float32. packed: what a load has in memory.
+    text_files: those about the text of its requests, which are checked beside the base's tokenizer alone.
     """
 
     path: str
@@ -77,6 +106,7 @@ class AdapterReport:
     context: str = ""
     served_ranks: dict[int, int] | None = None
     served_nbytes: int = 0
+    packed: Packed | None = None
     nbytes: int = 0
     num_tensors: int = 0
     weight_file: str = ""
@@ -109,6 +139,7 @@ class AdapterReport:
 
         parts = sorted((self.parts or {}).items())
         served = f"a LoRA of rank {counts(self.served_ranks, 'modules')}, {self.served_nbytes} bytes in float32"
+        served, packed = f"{served}, before alignment", self.packed
         return [
             ("kind", self.kind),
             ("base model", self.base_model_name or ""),
@@ -123,6 +154,8 @@ class AdapterReport:
             ("context", self.context),
             ("rank", counts(self.ranks, "modules")),
             ("served as", served if self.served_ranks else ""),
+            *(() if packed is None else (("in memory", str(fact)) for fact in packed.parts)),
+            ("in memory", "" if packed is None else f"{packed}"),
             ("scaling", counts(self.scalings, "modules")),
             ("modules", ", ".join(sorted({module.rpartition(".")[2] for module in self.modules}))),
             ("text of its requests", ", ".join(self.text_files)),
@@ -140,9 +173,12 @@ def inspect_adapter(
     targets: Sequence[LoraTarget] | None = None,
     lora_config: LoRAConfig | None = None,
     long_contexts: LongContexts | None = None,
+    weigher: Weigher | None = None,
+    read_text: ReadText = no_text,
 ) -> AdapterReport:
     """Read an adapter directory and judge it; with `targets`, as the base model that publishes them would, and with
-    `long_contexts`, what it makes of that base's positions.
+    `long_contexts`, what it makes of that base's positions. weigher: of that base; it sizes what is honoured.
+    read_text: as a load into that base reads the text.
 
     Raises only when there is no readable adapter_config.json; everything else is in `reasons`.
     """
@@ -159,20 +195,25 @@ def inspect_adapter(
     names = {name: entry for name, entry in check.names.items() if entry.dtype in DTYPES}
     facts = _module_facts(names, helper)
     digest, damaged = _digest(file, names, helper)
+    packed = None
     if targets is None:
         check.costs = facts.costs
         reasons = [*helper.reasons(limits), *unused_reasons(check.unknown, helper.kind), *check.reasons, *damaged]
         reasons, warnings = [*reasons, *_pairs(names, helper), *check.over_limits(limits)], helper.warnings
     else:
-        reasons, warnings = _judge(path, helper, CheckedReader(targets, limits, long_contexts))
+        keeps_projections = weigher is not None and weigher.keeps_projections
+        reader = CheckedReader(targets, limits, long_contexts, keeps_projections)
+        reasons, warnings, packed = _judge(path, helper, reader, weigher, read_text)
     return replace(
         _report(path, helper, reasons, facts),
+        kind=_kind_of(helper, packed),
         warnings=warnings,
         dtypes=dict(Counter(entry.dtype for entry in names.values())),
         parts=_parts(names),
         own=_own_facts(names),
         vocabulary=_vocabulary(names, targets),
         context=_context(helper, long_contexts),
+        packed=packed,
         nbytes=file.nbytes,
         num_tensors=len(file.entries),
         weight_file=file.name,
@@ -181,16 +222,28 @@ def inspect_adapter(
     )
 
 
-def _judge(path: str | Path, helper: PEFTHelper, reader: CheckedReader) -> tuple[list[str], tuple[str, ...]]:
-    """(reasons, warnings) of the base model."""
+def _judge(
+    path: str | Path, helper: PEFTHelper, reader: CheckedReader, weigher: Weigher | None, read_text: ReadText
+) -> tuple[list[str], tuple[str, ...], Packed | None]:
+    """(reasons, warnings, what is in memory) of the base model."""
+    reasons, warnings, vocab_size, packed = list[str](), helper.warnings, None, None
     try:
-        return [], reader.read(Path(path), helper).warnings
+        model = reader.read(Path(path), helper)
+        warnings, vocab_size = model.warnings, model.vocab_size
+        packed = None if weigher is None else weigher.weigh(model)
     except AdapterValidationError as error:
-        return list(error.reasons), helper.warnings
+        reasons += error.reasons
     except AdapterBaseMismatchError as error:
-        return [error.message], helper.warnings
+        reasons.append(error.message)
     except AdapterError as error:
-        return [*helper.reasons(reader.lora_config), error.message], helper.warnings
+        reasons += [*helper.reasons(reader.lora_config), error.message]
+    try:
+        read_text(AdapterFolder(Path(path), helper.adapter), vocab_size)
+    except AdapterValidationError as error:
+        reasons += error.reasons
+    except AdapterError as error:
+        reasons.append(error.message)
+    return reasons, warnings, packed
 
 
 def _context(helper: PEFTHelper, base: LongContexts | None) -> str:
@@ -219,15 +272,19 @@ def _parts(names: dict[TensorName, TensorEntry]) -> dict[str, tuple[int, int]]:
 
 _OF_EMBEDDING, _OF_HEAD = "embed_tokens", "lm_head"
 _SAMPLED = "for the rows that are sampled"
+_DIFFERENT = f"at most all of it, {_SAMPLED}: rows that are the base's are not kept"
 _ENDS = {
-    (_OF_EMBEDDING, WEIGHT): ("an embedding of its own", "one row for each token"),
-    (_OF_EMBEDDING, BASE_WEIGHT): ("the embedding as it was saved", "one row for each token"),
+    (_OF_EMBEDDING, WEIGHT): ("an embedding of its own", "a row for each token, if it is not the base's"),
+    (_OF_EMBEDDING, BASE_WEIGHT): (
+        "the embedding as it was saved",
+        "a row for each token, if it is not the base's",
+    ),
     (_OF_EMBEDDING, COPY): ("the embedding once more", "none of it"),
     (_OF_EMBEDDING, TOKENS): ("trained tokens of the embedding", "a row for each token that is one of them"),
     (_OF_EMBEDDING, "lora_embedding_A"): ("A of a LoRA of the embedding", "a column for each token"),
     (_OF_EMBEDDING, "lora_embedding_B"): ("B of a LoRA of the embedding", "all of it"),
-    (_OF_HEAD, WEIGHT): ("an output layer of its own", f"all of it, {_SAMPLED}"),
-    (_OF_HEAD, BASE_WEIGHT): ("the output layer as it was saved", f"all of it, {_SAMPLED}"),
+    (_OF_HEAD, WEIGHT): ("an output layer of its own", _DIFFERENT),
+    (_OF_HEAD, BASE_WEIGHT): ("the output layer as it was saved", _DIFFERENT),
     (_OF_HEAD, COPY): ("the output layer once more", "none of it"),
     (_OF_HEAD, TOKENS): ("trained tokens of the output layer", f"all of them, {_SAMPLED}"),
 }
@@ -251,7 +308,13 @@ def _own_facts(names: dict[TensorName, TensorEntry]) -> tuple[OwnFact, ...]:
         if known is not None:
             found.setdefault(known, []).append(name)
     return tuple(
-        OwnFact(what, len({name.module for name in of_it}), sum(names[name].nbytes for name in of_it), step)
+        OwnFact(
+            what,
+            len({name.module for name in of_it}),
+            sum(names[name].nbytes for name in of_it),
+            step,
+            where=" in the file",
+        )
         for (what, step), of_it in sorted(found.items())
     )
 
@@ -283,9 +346,9 @@ def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str
     try:
         modules = _modules(names)
         numbers, feedforward = helper.numbers(modules), helper.match_feedforward(modules)
+        reasons = [*helper.unusable_scalings(numbers), *_uncalled_own(names, helper)]
     except AdapterValidationError as error:
         return list(error.reasons)
-    reasons = [*helper.unusable_scalings(numbers), *_uncalled_own(names, helper)]
     if not modules and not any(name.part in OWN_PARTS for name in names):
         first = next(iter(PARTS[helper.kind].values()), WEIGHT)
         reasons.append(f"the file has no {first}: there is no {helper.kind} adapter in it")
@@ -315,11 +378,16 @@ def _odd_parts(
     module: str, rank: int, found: dict[str, TensorEntry], helper: PEFTHelper, is_feedforward: bool
 ) -> Iterator[str]:
     """Of one module, by the widths that its tensors say."""
-    widths = file_widths(helper.kind, {part: entry.shape for part, entry in found.items()})
+    blocks = helper.blocks_of(module)
+    widths = file_widths(helper.kind, {part: entry.shape for part, entry in found.items()}, blocks)
     if widths is None and helper.kind is Kind.LOKR:
         yield f"{module}: the file has no lokr_w1 and lokr_w2, each whole or in two factors"
         return
-    wanted = part_shapes(helper, rank, *(widths or (0, 0)), is_feedforward, "lora_embedding_A" in found)
+    reason = helper.block_diagonal and widths and helper.block_diagonal.reason_against(module, rank, *widths)
+    if reason:
+        yield reason
+        return
+    wanted = part_shapes(helper, rank, *(widths or (0, 0)), is_feedforward, "lora_embedding_A" in found, blocks)
     rule = f"its rank should be {rank}"
     if helper.kind is Kind.IA3:
         rule = f"feedforward_modules calls for {'[1, in]' if is_feedforward else '[out, 1]'}"
@@ -363,19 +431,23 @@ def _module_facts(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> _
     costs = {}
     for module, rank in numbers.ranks.items():
         shapes = {part: entry.shape for part, entry in _entries_of(module, names, helper).items()}
-        widths = file_widths(helper.kind, shapes)
+        blocks = helper.blocks_of(module)
+        widths = file_widths(helper.kind, shapes, blocks)
         if widths is not None:
-            costs[module] = cost_of(helper, rank, *widths)
+            costs[module] = cost_of(helper, rank, *widths, blocks)
     return _ModuleFacts(modules, ranks, scalings, costs)
 
 
-def _kind_of(helper: PEFTHelper) -> str:
+def _kind_of(helper: PEFTHelper, packed: Packed | None = None) -> str:
     """In words: which, whether it is served, what it computes."""
     if helper.is_other_method:
         return "of another method, refused"
     found = PEFT_TYPES[helper.kind]
     how = "served" if found.verdict is TypeVerdict.SERVED else "converted to A and B at load"
-    return f"{helper.kind}{' with DoRA' if helper.use_dora else ''}, {how}: {found.mathematics}"
+    if packed is not None and packed.has_projections:
+        how = "served as it is on a CPU"
+    variant = " with DoRA" if helper.use_dora else ", block-diagonal" if helper.block_diagonal is not None else ""
+    return f"{helper.kind}{variant}, {how}: {found.mathematics}"
 
 
 def _report(

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from loraplex.adapters.files import AdapterFolder
+from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
-from loraplex.errors import shortened
+from loraplex.errors import (
+    AdapterBaseMismatchError,
+    AdapterContentChangedError,
+    AdapterFileFormatError,
+    AdapterLoadError,
+    AdapterTooLargeError,
+    AdapterTruncatedError,
+    AdapterValidationError,
+    error_from_payload,
+    shortened,
+)
+
+REFUSED_S, MAX_REFUSED = 30.0, 256
+"""How long files that were refused are not read again unless they change, and of how many adapters that is known."""
+
+_OF_CONTENT = (
+    AdapterBaseMismatchError,
+    AdapterContentChangedError,
+    AdapterFileFormatError,
+    AdapterTooLargeError,
+    AdapterTruncatedError,
+    AdapterValidationError,
+)
+"""What the content of files is refused with; another try may end otherwise after all other errors."""
+
+ReadText = Callable[[AdapterFolder, int | None], AdapterText | None]
+"""What an adapter's directory says about text, by its folder and where its vocabulary ends."""
 
 
 def no_text(folder: AdapterFolder, vocab_size: int | None) -> AdapterText | None:
@@ -22,14 +53,11 @@ def no_text(folder: AdapterFolder, vocab_size: int | None) -> AdapterText | None
 
 @dataclass(frozen=True)
 class AdapterOpener:
-    """Opens adapters for one base model, whose reader it has. Raises AdapterLoadError and its kin.
-
-    read_text: what an adapter's directory says about text, by its folder and where its vocabulary ends.
-    """
+    """Opens adapters for one base model, whose reader it has. Raises AdapterLoadError and its kin."""
 
     source: AdapterSource
     reader: CheckedReader
-    read_text: Callable[[AdapterFolder, int | None], AdapterText | None] = no_text
+    read_text: ReadText = no_text
 
     def open(self, path_or_id: str) -> OpenedAdapter:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
@@ -57,3 +85,62 @@ def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: Ch
 def read_spec(spec: AdapterSpec, source: AdapterSource, reader: CheckedReader) -> LoRAModel:
     """The weights of a registered version, read from its local directory."""
     return read_adapter(spec.path, spec.adapter_name, source, reader).clone(spec.adapter_id)
+
+
+def check_content(spec: AdapterSpec, digest: str) -> None:
+    """Raise AdapterContentChangedError for another content than the one that was registered."""
+    if digest != spec.adapter_digest:
+        raise AdapterContentChangedError(
+            f"adapter {spec.adapter_name!r}: the content of its source has changed since it was loaded "
+            f"(digest {digest[:12]}, was {spec.adapter_digest[:12]}); reload it"
+        )
+
+
+class SourceReader:
+    """Reads registered versions for an engine. Each request for one that is in no memory asks, so files that were
+    refused are refused again unread, for REFUSED_S and while what the file system says of them is the same."""
+
+    def __init__(
+        self, source: AdapterSource, reader: CheckedReader, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source = source
+        self._reader = reader
+        self._clock = clock
+        self._refused: OrderedDict[AdapterSpec, tuple[object, float, dict[str, Any]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, spec: AdapterSpec) -> LoRAModel:
+        """What `read_spec` reads and raises, and what `check_content` raises."""
+        stamps = _stamps_of(AdapterFolder(Path(spec.path), spec.adapter_name))
+        with self._lock:
+            known, until_s, refusal = self._refused.get(spec, (None, 0.0, {}))
+        if stamps is not None and stamps == known and self._clock() < until_s:
+            raise error_from_payload(refusal)
+        try:
+            model = read_spec(spec, self._source, self._reader)
+            check_content(spec, model.adapter_digest)
+        except _OF_CONTENT as error:
+            with self._lock:
+                self._refused[spec] = stamps, self._clock() + REFUSED_S, error.to_payload()
+                self._refused.move_to_end(spec)
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise
+        return model
+
+
+def _stamps_of(folder: AdapterFolder) -> object:
+    """What the file system says of an adapter's weights and configuration; None when it cannot say."""
+    try:
+        return tuple(_stamp_of(path) for path in read_files(folder) if path.name not in TEXT_NAMES)
+    except AdapterLoadError:
+        return None
+
+
+def _stamp_of(path: Path) -> tuple[int, ...] | None:
+    """The time of change, too: an owner sets that of modification."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -112,7 +112,7 @@ class OwnParts:
         self._tie_targets()
         self._find_saved()
         trained, from_embedding = self._trained()
-        self._check_conflicts(frozenset(trained))
+        self._check_conflicts(frozenset(trained), from_embedding)
         self._find_vocab_size(trained)
         sources = self._saved_layers()
         for module in sorted({*self.saved, *trained, *sources}):
@@ -182,12 +182,13 @@ class OwnParts:
             return found, frozenset()
         return {**found, self._head: ids}, frozenset([self._head])
 
-    def _check_conflicts(self, trained: frozenset[str]) -> None:
-        """What peft does not construct, or is not served."""
+    def _check_conflicts(self, trained: frozenset[str], from_embedding: frozenset[str]) -> None:
+        """What peft does not construct, or is not served. A LoRA of a tied head adds to the embedding's rows."""
+        named = trained - (from_embedding - self.helper.match_trained_tokens(tuple(self.base)).keys())
         for first, second, text in (
             (self.saved, self.targeted, "modules_to_save and target_modules both name"),
             (self.saved, trained, "modules_to_save and the trained tokens both name"),
-            (self.targeted, trained, "target_modules and the trained tokens both name"),
+            (self.targeted, named, "target_modules and the trained tokens both name"),
         ):
             self.reasons.extend(
                 f"{text} {each!r}: peft does not load that; train one" for each in sorted(first & second)
@@ -253,6 +254,10 @@ class OwnParts:
         """Of an aLoRA, rows before the invocation are the base's, from the embedding to the KV."""
         if not self.helper.invocation_tokens:
             return
+        beyond = sorted({each for each in self.helper.invocation_tokens if each >= self.vocab_size > 0})
+        if beyond:
+            text = f"token {beyond[0]} is in no prompt, and it would never act: its vocabulary has {self.vocab_size}"
+            self.reasons.append(f"alora_invocation_tokens: {text} tokens; give the ids of the training")
         for module in sorted(self.parts.keys() - self.saved):
             text = "a weight of its own would change the rows before the invocation"
             self.reasons.append(f"{module}: {text}; save it with save_embedding_layers=False")

@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,10 +43,15 @@ MAX_KINDS_OF_KEYS = 16
 HITS_A_NAME, SPARE_HITS = 4, 4096
 """How often the patterns of a child may name modules: the answer of 512 that name all of thousands is gigabytes."""
 
+LOOKS_A_NAME, SPARE_LOOKS = 256, 2**20
+"""How often the names of modules are compared with plain keys and entries: of real adapters some tens of times each."""
+
 DEADLINE_S = 10.0
 MAX_CHILDREN = 2
 CHILD_WAIT_S = 5.0
 CHILD_CPU_S, CHILD_MEMORY_BYTES = 2, 512 * 2**20
+MAX_KNOWN_CHARS = 2**22
+"""Of names that an answer is remembered with: those of a base model are fewer, those of a file are its owner's."""
 
 _ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.]+")
@@ -94,6 +99,19 @@ class PatternError(ValueError):
     """A pattern that is no regular expression, or that takes too long."""
 
 
+class Looks:
+    """The comparisons that matching these names may take in all. `take` raises PatternError beyond them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.left = SPARE_LOOKS + LOOKS_A_NAME * len(names)
+
+    def take(self, num_looks: int) -> None:
+        self.left -= num_looks
+        if self.left < 0:
+            text = "its names of modules and the entries of adapter_config.json take too many comparisons"
+            raise PatternError(f"{text}; no real adapter's do")
+
+
 def fullmatches(pattern: str, names: Sequence[str]) -> Matches:
     """The names that the whole pattern matches (regex form of target_modules and exclude_modules)."""
     return _match("fullmatch", (pattern,), names)[0]
@@ -122,8 +140,9 @@ def pattern_values(patterns: Mapping[str, Value], names: Sequence[str]) -> dict[
     regexes = {order: f"{_ANY_PARENT}({key})$" for order, key in enumerate(keys) if order not in plain.orders}
     matched = dict(zip(regexes, _match("match", list(regexes.values()), names), strict=True))
     found: dict[str, tuple[Value, ...]] = {}
+    looks = Looks(names)
     for name in names:
-        orders = sorted([*plain.naming(name), *(order for order, matches in matched.items() if name in matches)])
+        orders = sorted([*plain.naming(name, looks), *(order for order, matches in matched.items() if name in matches)])
         if orders:
             found[name] = tuple(patterns[keys[order]] for order in orders)
         elif name in patterns:  # peft looks a name up literally when no key matches it as a regex
@@ -149,14 +168,15 @@ class _PlainKeys:
                 tables.setdefault(dots, {}).setdefault(_without(key, dots), []).append(order)
                 self.orders.add(order)
 
-    def naming(self, name: str) -> list[int]:
-        """The orders of the keys that name this module."""
-        return [
-            order
-            for suffix in dotted_suffixes(name)
-            for dots, table in self._tables.get(len(suffix), {}).items()
-            for order in table.get(_without(suffix, dots), ())
-        ]
+    def naming(self, name: str, looks: Looks) -> list[int]:
+        """The orders of the keys that name this module. A look is at a run of characters between a key's dots."""
+        orders: list[int] = []
+        for suffix in dotted_suffixes(name):
+            tables = self._tables.get(len(suffix), {})
+            looks.take(1 + sum(len(dots) + 1 for dots in tables))
+            for dots, table in tables.items():
+                orders.extend(table.get(_without(suffix, dots), ()))
+        return orders
 
 
 def _without(text: str, positions: tuple[int, ...]) -> str:
@@ -174,6 +194,55 @@ def named_by(entries: Collection[str], names: Sequence[str]) -> list[str]:
     """The names of which an entry is the whole or a dotted suffix (list form of target_modules and exclude_modules)."""
     known = frozenset(entries)
     return [name for name in names if not known.isdisjoint(dotted_suffixes(name))]
+
+
+def named_by_ends(
+    entries: frozenset[str], names: Sequence[str], with_parents: bool = False
+) -> dict[str, frozenset[str]]:
+    """name -> the entries that are an end of it, or with_parents of a parent of it, without regard to dots."""
+    if not entries:
+        return {}
+    lengths, looks = _lengths(map(len, entries), map(len, names)), Looks(names)
+
+    def sayable(name: str) -> frozenset[str]:
+        stops = [len(name), *(index for index, char in enumerate(name) if char == "." and with_parents)]
+        looks.take(len(stops) * len(lengths))
+        return frozenset(name[stop - length : stop] for stop in stops for length in lengths if length <= stop)
+
+    return _said(entries, names, sayable)
+
+
+def named_by_spans(entries: frozenset[str], names: Sequence[str]) -> dict[str, frozenset[str]]:
+    """name -> the entries that are runs of whole components of it."""
+    if not entries:
+        return {}
+    lengths, looks = _lengths(map(_num_components, entries), map(_num_components, names)), Looks(names)
+
+    def sayable(name: str) -> frozenset[str]:
+        parts = name.split(".")
+        looks.take(len(parts) * len(lengths))
+        return frozenset(
+            ".".join(parts[start : start + length]) for length in lengths for start in range(len(parts) - length + 1)
+        )
+
+    return _said(entries, names, sayable)
+
+
+def _lengths(of_entries: Iterable[int], of_names: Iterable[int]) -> list[int]:
+    """Those of the entries that some name may have."""
+    longest = max(of_names, default=0)
+    return sorted({length for length in of_entries if 0 < length <= longest})
+
+
+def _num_components(name: str) -> int:
+    return name.count(".") + 1
+
+
+def _said(
+    entries: frozenset[str], names: Sequence[str], sayable: Callable[[str], frozenset[str]]
+) -> dict[str, frozenset[str]]:
+    found = {name: entries & sayable(name) for name in names}
+    return {name: hits for name, hits in found.items() if hits}
 
 
 def check_patterns(patterns: Sequence[str]) -> None:
@@ -272,13 +341,13 @@ def _match_here(mode: str, regex: str, names: Sequence[str]) -> Matches:
 
 
 def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...]) -> list[Matches]:
-    reply = json.loads(_reply_of_child(mode, regexes, names))
+    is_known = sum(map(len, names)) <= MAX_KNOWN_CHARS
+    reply = json.loads((_known_reply_of_child if is_known else _reply_of_child)(mode, regexes, names))
     if "error" in reply:
         raise PatternError(f"{shown(regexes[0])} {reply['error']}")
     return [{names[number]: index for number, index in hits} for hits in reply["found"]]
 
 
-@functools.lru_cache(maxsize=16)  # ranks, alphas and scalings of one adapter ask the same
 def _reply_of_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...]) -> str:
     max_hits = SPARE_HITS + HITS_A_NAME * len(names)
     request, first = json.dumps([mode, regexes, names, max_hits]), shown(regexes[0])
@@ -304,3 +373,38 @@ def _reply_of_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...])
         raise PatternError(f"{first} cannot be matched now: {error.strerror}; load the adapter again") from error
     finally:
         _children.release()
+
+
+_known_reply_of_child = functools.lru_cache(maxsize=16)(_reply_of_child)
+"""Ranks, alphas and scalings of one adapter ask the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDiagonal:
+    """Block-diagonal LoRA (arXiv 2510.23346): in which modules A, or B, is `num_blocks` blocks on its diagonal.
+
+    A module is one of them when its name has one of these strings anywhere. is_strict: every target has to be one.
+    """
+
+    of_a: tuple[str, ...]
+    of_b: tuple[str, ...]
+    num_blocks: int
+    is_strict: bool
+
+    def blocks_of(self, module: str) -> tuple[int, int]:
+        """Of A and of B; 1: it is whole."""
+        of_a, of_b = (any(part in module for part in parts) for parts in (self.of_a, self.of_b))
+        return self.num_blocks if of_a else 1, self.num_blocks if of_b else 1
+
+    def reason_against(self, module: str, rank: int, in_features: int, out_features: int) -> str | None:
+        """Why peft would not make it of such a module; None: it would."""
+        is_a, is_b = (any(part in module for part in parts) for parts in (self.of_a, self.of_b))
+        if is_a and is_b:
+            return f"{module}: use_bdlora names it for both A and B"
+        if self.is_strict and not (is_a or is_b):
+            return f"{module}: use_bdlora names it for neither A nor B, and match_strict is set"
+        width = in_features if is_a else out_features
+        if (is_a or is_b) and (rank % self.num_blocks or width % self.num_blocks):
+            text = f"its rank {rank} and {width} features cannot be cut into {self.num_blocks} blocks"
+            return f"{module}: {text}, as use_bdlora has it"
+        return None

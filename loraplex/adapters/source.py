@@ -1,8 +1,9 @@
-"""Where adapters come from: a local directory, or a repository of the Hugging Face hub.
+"""Where adapters come from: a local directory, a repository of the Hugging Face hub, or an object store.
 
 /path/to/adapter, ./adapter, ~/adapter      a directory, links resolved, inside the allowed roots if there are any
 hf://org/name, hf://org/name@revision       the hub
 org/name, org/name@revision                 the hub, when no such local directory exists
+s3://bucket/prefix                          an object store (object_store.py)
 
 Messages name what was given and a file's name, never where it was found: they go to clients.
 """
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder, read_files
-from loraplex.adapters.hub import HubAdapter, fetch_from_hub, hub_folder_of
+from loraplex.adapters.registry import VersionRecord
 from loraplex.adapters.regular_file import Roots, is_inside, outside_roots
-from loraplex.errors import AdapterPathNotFoundError, shortened, shown
+from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter, fetch_from_hub, hub_folder_of
+from loraplex.adapters.remote.object_store import ObjectAdapter, fetch_objects, object_folder_of
+from loraplex.errors import AdapterContentChangedError, AdapterPathNotFoundError, shortened, shown
 
 _log = logging.getLogger(__name__)
 
@@ -26,22 +29,29 @@ _log = logging.getLogger(__name__)
 class AdapterSource:
     """`allowed_roots`, without links: None allows every local path, () none. `hub_cache` None is huggingface_hub's own.
 
-    timeout_s: bounds a fetch.
+    timeout_s: bounds a fetch. object_folder: of what an object store gave; None is the user's cache. max_object_bytes:
+    of one adapter there.
     """
 
     allowed_roots: tuple[Path, ...] | None = None
     hub_cache: Path | None = None
     timeout_s: float = 300.0
+    object_folder: Path | None = None
+    max_object_bytes: int = 2**34
 
     def fetch(self, path_or_id: str, revision: str | None = None) -> Path:
         """A local directory with the adapter's files. Raises AdapterPathNotFoundError, AdapterPathForbiddenError,
         AdapterPermissionError, AdapterFetchError, AdapterFetchTimeoutError."""
+        stored = ObjectAdapter.parse(path_or_id)
+        if stored is not None:
+            return fetch_objects(stored, self.object_folder, self.max_object_bytes, self.timeout_s)
         hub = HubAdapter.parse(path_or_id, revision)
         if hub is not None and hub.is_explicit:
             return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
         if "://" in path_or_id:
             raise AdapterPathNotFoundError(
-                f"adapter {shown(path_or_id)}: this kind of source is not supported; give a directory or hf://org/name"
+                f"adapter {shown(path_or_id)}: this kind of source is not supported; give a directory, hf://org/name "
+                "or s3://bucket/prefix"
             )
         path = _path_of(path_or_id)
         if hub is not None and not self._is_visible_directory(path):
@@ -56,6 +66,29 @@ class AdapterSource:
         if is_inside(directory, self.allowed_roots):
             return self.allowed_roots
         return (hub_folder_of(directory) or directory,)
+
+    def locate(self, record: VersionRecord, may_fetch: bool) -> str | None:
+        """Where the files are of a version that another server loaded: where they were there, as far as this one sees.
+
+        None: they have to be fetched, and may not be now. A commit of the hub is fetched as it was loaded.
+        """
+        there = Path(record.path)
+        if there.is_dir():
+            return record.path
+        content = object_folder_of(there)
+        if content is not None and ObjectAdapter.parse(record.lora_path) is not None:
+            return self._locate_objects(record, content) if may_fetch else None
+        hub = HubAdapter.parse(record.lora_path) if hub_folder_of(there) is not None else None
+        if hub is None:
+            return record.path  # its requests are told that it is missing
+        return str(self.fetch(f"{HUB_PREFIX}{hub.repo}", revision=there.name)) if may_fetch else None
+
+    def _locate_objects(self, record: VersionRecord, content: str) -> str:
+        found = self.fetch(record.lora_path)
+        if found.name != content:
+            text = "its objects have changed since another server loaded it; load it again"
+            raise AdapterContentChangedError(f"adapter {shown(record.lora_path)}: {text}")
+        return str(found)
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)

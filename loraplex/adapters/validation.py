@@ -78,11 +78,13 @@ class TensorCheck:
     say, width -> {(the file's, the base's)}; agreed: widths that a tensor of the file has as the base has them. costs:
     what each module that the configuration names is served as; inputs: those whose inputs IA3 multiplies; own: what is
     in place of the base's; extra_vocab_size: the most tokens that may be added.
+    keeps_projections: whether VeRA's A and B are not multiplied out.
     """
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
     extra_vocab_size: int = 0
+    keeps_projections: bool = False
     names: dict[TensorName, TensorEntry] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -162,9 +164,14 @@ class TensorCheck:
         self.inputs = helper.match_feedforward(sorted(matched))
         self._check_kept_ranks(matched)
         for module in sorted(matched):
-            self.costs[module] = cost_of(helper, numbers.ranks[module], *self.sizes_of(module))
+            rank, sizes = numbers.ranks[module], self.sizes_of(module)
+            reason = helper.block_diagonal and helper.block_diagonal.reason_against(module, rank, *sizes)
+            if reason:
+                self.reasons.append(reason)
+                continue
+            self.costs[module] = cost_of(helper, rank, *sizes, helper.blocks_of(module))
             if module in self._modules_in_file:
-                self._check_module(module, numbers.ranks[module])
+                self._check_module(module, rank)
             else:
                 self._missing_module(module)
         self._check_shared(matched)
@@ -175,8 +182,12 @@ class TensorCheck:
             elif name.module and name.part not in OWN_PARTS and name.module not in matched:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
-        if helper.kind in (Kind.LOHA, Kind.LOKR, Kind.VERA):
+        if self.keeps_projections:
+            text = "vera_A and vera_B are kept once for all adapters with equal ones, beside the vectors of each module"
+            self.warnings.append(f"peft_type is {helper.kind}; {text}")
+        elif helper.kind in (Kind.LOHA, Kind.LOKR, Kind.VERA):
             text = f"it is served as a LoRA of ranks up to {self.served_rank}, with {self.served_nbytes} bytes"
+            text += " before alignment"
             self.warnings.append(f"peft_type is {helper.kind}; {text}")
 
     def _check_shared(self, matched: frozenset[str]) -> None:
@@ -249,10 +260,10 @@ class TensorCheck:
             map(self._is_saved, {n.module for n in self.names if n.part == "bias"})
         ):
             reasons.append("modules_to_save has biases: bias_enabled is off on this server; train without them")
-        if self.helper.kind is Kind.LORA:
+        if self.helper.kind is Kind.LORA and self.helper.block_diagonal is None:
             return reasons
         limit, budget = lora_config.max_lora_rank, lora_config.host_memory_bytes
-        if limit is not None and self.served_rank > limit:
+        if limit is not None and self.served_rank > limit and self.helper.kind is not Kind.LORA:
             text = f"as a LoRA it has rank {self.served_rank}, which is above max_lora_rank {limit}"
             reasons.append(f"{text}; raise the limit or train with a lower rank")
         file_bytes = sum(entry.nbytes for entry in self.names.values())
@@ -305,7 +316,8 @@ class TensorCheck:
     def _check_module(self, module: str, rank: int) -> None:
         base, kind, is_feedforward = self.base[module], self.helper.kind, module in self.inputs
         is_embedding = base.kind is ShardKind.EMBEDDING
-        wanted = part_shapes(self.helper, rank, *self.sizes_of(module), is_feedforward, is_embedding)
+        blocks = self.helper.blocks_of(module)
+        wanted = part_shapes(self.helper, rank, *self.sizes_of(module), is_feedforward, is_embedding, blocks)
         names = {part: TensorName(module, part) for part in PARTS[kind].values() if part != "bias"}
         found = {part: self.names[name] for part, name in names.items() if name in self.names}
         if kind is Kind.LOKR and self._fits_other_widths(module, rank, found):

@@ -25,7 +25,15 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.conversion import Converter, are_equal, converter_of, row_maxima, scales_of, with_tokens
+from loraplex.adapters.conversion import (
+    Converter,
+    are_equal,
+    block_diagonal,
+    converter_of,
+    row_maxima,
+    scales_of,
+    with_tokens,
+)
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
@@ -67,6 +75,9 @@ class LoRALayerWeights:
 
     rank_scale [rank], out_scale [out] are in place of lora_a and lora_b in a model with projections (VeRA): the delta
     is diag(out_scale) B diag(rank_scale) A, A and B cut to the module.
+
+    a_blocks, b_blocks (block-diagonal LoRA): A or B is so many blocks on its diagonal, and zeros elsewhere; 1: it is
+    whole.
     """
 
     module_name: str
@@ -84,6 +95,8 @@ class LoRALayerWeights:
     row_ids: torch.Tensor | None = None
     rank_scale: torch.Tensor | None = None
     out_scale: torch.Tensor | None = None
+    a_blocks: int = 1
+    b_blocks: int = 1
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -118,6 +131,9 @@ class LayerPlan:
             parts["vera_a"] = parts["vera_a"][:, : self.in_features]
         bias = {short: part for short, part in parts.items() if short == "bias"}
         made = parts if convert is None or not parts.keys() - bias.keys() else {**convert(parts), **bias}
+        for field, count in (("lora_a", self.layer.a_blocks), ("lora_b", self.layer.b_blocks)):
+            if count > 1 and field in made:
+                made = {**made, field: block_diagonal(made[field], count)}
         weight = None if self.weight is None else tensors[self.weight]
         if self.tokens is not None:
             return {**made, **with_tokens(weight, tensors[self.tokens], self.token_ids)}
@@ -328,13 +344,14 @@ class CheckedReader:
         if sum(shard.size for shard in file.shards) > file_bytes:
             text = "grew while it was read; load it again when it is complete"
             raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
-        check = TensorCheck(helper, self._base, self.lora_config.lora_extra_vocab_size)
+        keeps_projections = self._keeps_projections and helper.kind is Kind.VERA
+        check = TensorCheck(helper, self._base, self.lora_config.lora_extra_vocab_size, keeps_projections)
         key = _key(file, helper)
         blueprint, reasons = self._get(key), helper.reasons(self.lora_config)
         reasons += [] if self._long_contexts is None else helper.context_reasons(self._long_contexts)
         if blueprint is None:
             check_size(file.nbytes, max_bytes, helper.adapter)
-            blueprint = _blueprint(file, check, self._keeps_projections and helper.kind is Kind.VERA)
+            blueprint = _blueprint(file, check)
             reasons += check.over_limits(self.lora_config)
         if blueprint.plan.nbytes > MAX_REFUSED_BYTES:
             check.raise_if_refused(reasons)
@@ -399,7 +416,7 @@ def _key(file: WeightFile, helper: PEFTHelper) -> Hashable:
     return helper.naming(), tuple((shard.header, shard.size, shard.expected) for shard in file.shards)
 
 
-def _blueprint(file: WeightFile, check: TensorCheck, keeps_projections: bool) -> Blueprint:
+def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
     """Of what can be read, with the findings about the rest in `check`."""
     for entry in file.entries:
         check.add(entry)
@@ -409,6 +426,7 @@ def _blueprint(file: WeightFile, check: TensorCheck, keeps_projections: bool) ->
         return Blueprint(plan, (), tuple(check.warnings))
     own = check.own
     assert own is not None, "a check without findings looked at what the adapter has of its own"
+    keeps_projections = check.keeps_projections
     served_bytes = 0 if keeps_projections else check.served_nbytes
     made_bytes = served_bytes + sum(_merged_bytes(part, check) for part in own.parts.values())
     vocab_size = None if own.vocab_size == own.base_vocab_size else own.vocab_size
@@ -443,7 +461,17 @@ def _layers(plan: ReadPlan, check: TensorCheck, own: OwnParts) -> Iterator[Layer
         if parts or part.weight or part.tokens:
             rank = 0 if cost is None else cost.rank
             scaling = numbers.scalings[module]
-            layer = LoRALayerWeights(module, rank, numbers.alphas[module], None, None, scaling=scaling)
+            a_blocks, b_blocks = helper.blocks_of(module)
+            layer = LoRALayerWeights(
+                module,
+                rank,
+                numbers.alphas[module],
+                None,
+                None,
+                scaling=scaling,
+                a_blocks=a_blocks,
+                b_blocks=b_blocks,
+            )
             weight, tokens = (None if name is None else indices[name] for name in (part.weight, part.tokens))
             in_features = check.sizes_of(module)[0] if helper.kind is Kind.VERA and cost is not None else 0
             yield LayerPlan(layer, parts, weight, tokens, part.token_ids, in_features)

@@ -144,6 +144,16 @@ def goes_through_base(sequence: ScheduledSequence) -> bool:
     return sequence.end <= sequence.state.request.adapter_from
 
 
+def sole_content(plan: SchedulePlan) -> str:
+    """The digest of the adapter that all rows of a plan go through, with weight 1 and no other one; "": none."""
+    digest = plan.sequences[0].state.request.adapter_digest
+    for sequence in plan.sequences:
+        request = sequence.state.request
+        if request.adapter_digest != digest or request.mix or sequence.start < request.adapter_from:
+            return ""
+    return digest
+
+
 def _last_route(sequence: ScheduledSequence) -> Route:
     return () if goes_through_base(sequence) else route_of(sequence.state)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from loraplex.adapters.merging.base import MergedAdapter
-from loraplex.adapters.opener import read_spec
+from loraplex.adapters.opener import SourceReader
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import EngineInfo
+from loraplex.core import EngineInfo, LoraTarget, Shard
 from loraplex.cpu import chosen_threads
+from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.engine.decode_graphs import build_steps
 from loraplex.engine.engine import EngineCore
 from loraplex.engine.maintenance import make_caretaker
@@ -37,12 +37,15 @@ from loraplex.memory.weights.copies import CopyEngine, copies_for
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import Packer, can_share
 from loraplex.models.config import ModelConfig
-from loraplex.models.decoder import Decoder
+from loraplex.models.decoder import Decoder, check_shares
+from loraplex.models.dominant import DominantMerger
 from loraplex.models.loader import load_model
-from loraplex.models.packed_cache import PackedCache, default_folder
+from loraplex.models.packed_cache import PackedCache
 from loraplex.models.source import resolve_model
 from loraplex.performance.profiler import Profiler
-from loraplex.private_folder import private_folder
+from loraplex.private_folder import default_folder, private_folder
+from loraplex.ranks.leader import LeadingRank
+from loraplex.ranks.messages import UseMemory
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +69,58 @@ def build_engine(
     if eviction_policy is None and config.lora is not None:
         eviction_policy = config.lora.eviction_policy
     make_policy = None if eviction_policy is None else policy_maker(eviction_policy)
-    torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
+    usual = max(1, torch.get_num_threads() // config.tensor_parallel_size)
+    torch.set_num_threads(chosen_threads(config.num_threads, usual))
     config, device, device_choice = with_device(config)
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)
+    backend = _backend(config, device, profiler)
+    ranks = _start_ranks(config, path, model_config, device, backend)
+    try:
+        return _build(
+            config, path, model_config, backend, device, device_choice, ranks, progress, profiler, make_policy
+        )
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _start_ranks(
+    config: EngineConfig, path: Path, model_config: ModelConfig, device: torch.device, backend: KernelBackend
+) -> RankGroup:
+    """The other ranks of the model, which load their shares of it from now on."""
+    if config.tensor_parallel_size == 1:
+        return ONE_RANK
+    if device.type != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} is not supported on {device} yet: use cpu"
+        )
+    is_fully_sharded = config.lora is not None and config.lora.fully_sharded_loras
+    if is_fully_sharded and not backend.rank_nbytes(config.tensor_parallel_size):
+        raise ConfigError(f"fully_sharded_loras needs native kernels; this engine has {backend.description}")
+    check_shares(model_config, config.tensor_parallel_size, is_fully_sharded)
+    return LeadingRank(config, str(path), torch.get_num_threads(), backend)
+
+
+def _build(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    backend: KernelBackend,
+    device: torch.device,
+    device_choice: str,
+    ranks: RankGroup,
+    progress: Progress | None,
+    profiler: Profiler | None,
+    make_policy: MakePolicy | None,
+) -> EngineCore:
     dtype_name = model_config.effective_dtype(config.dtype)
     dtype = getattr(torch, dtype_name)
-    backend = _backend(config, device, profiler)
-    model = _load_model(config, path, model_config, dtype, backend, device, progress)
+    model = _load_model(config, path, model_config, dtype, backend, device, progress, ranks)
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     backend.reserve_workspace(config.max_num_batched_tokens)
-    memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device, device_memory(device))
+    kv_dtype, allocate = getattr(torch, kv_cache_dtype), ranks.allocate if isinstance(ranks, LeadingRank) else None
+    memory = plan_memory(config, model_config, model, kv_dtype, device, device_memory(device), allocate)
     heads, windows = model_config.num_attention_heads, model_config.sliding_windows
     backend.choose_attention(heads, model.activation_dtype, memory.kv, windows)
     blocks = _build_blocks(config, memory)
@@ -85,12 +129,15 @@ def build_engine(
     adapters = None
     if lora is not None:
         adapters = build_manager(lora, source, model, backend, memory.arena, blocks, events, make_policy)
+    if isinstance(ranks, LeadingRank):
+        _share_memory(config, ranks, memory, adapters)
     scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
     builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
     profiler = profiler or Profiler()
     prepare = None if adapters is None else adapters.prepare_step
     sampler = Sampler(model_config.vocab_size, backend)
-    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, prepare, graphs)
+    merger = _merger(config, model, backend, adapters)
+    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, prepare, graphs, merger)
     _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = _info(config, path, model_config, memory, model, backend, device_choice)
@@ -99,6 +146,25 @@ def build_engine(
     return EngineCore(
         info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
     )
+
+
+def _share_memory(
+    config: EngineConfig, ranks: LeadingRank, memory: MemoryPlan, adapters: LoRAModelManager | None
+) -> None:
+    """The other ranks know the arena, the KV cache and the slots."""
+    num_slots = 0
+    if adapters is not None:
+        assert adapters.slot_changes is not None
+        num_slots, ranks.take_changes = adapters.table.capacity, adapters.slot_changes.take
+    kv, max_tokens = memory.kv, config.max_num_batched_tokens
+    ranks.use_memory(UseMemory(memory.arena.num_bytes, kv.dtype, tuple(kv.shape), num_slots, max_tokens))
+
+
+def _other_targets(model: Decoder, num_ranks: int) -> list[tuple[LoraTarget, ...]]:
+    """Of the other ranks of a model."""
+    return [
+        tuple(replace(t, shard=Shard(rank, num_ranks)) for t in model.lora_targets()) for rank in range(1, num_ranks)
+    ]
 
 
 def _info(
@@ -169,6 +235,24 @@ def _scheduler(
     return scheduler
 
 
+def _merger(
+    config: EngineConfig, model: Decoder, backend: KernelBackend, adapters: LoRAModelManager | None
+) -> DominantMerger | None:
+    lora = config.lora
+    if lora is None or adapters is None or not lora.merge_dominant_adapter:
+        return None
+    merger = DominantMerger(model, backend, adapters, lora.merged_memory_bytes, config.critical_pressure)
+    forget_kv = adapters.on_digest_dropped
+
+    def forget(digest: str) -> None:
+        merger.forget(digest)
+        if forget_kv is not None:
+            forget_kv(digest)
+
+    adapters.on_digest_dropped = forget
+    return merger
+
+
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
     lora_dtype = "auto" if config.lora is None else config.lora.lora_dtype
     backend = get_backend(config.lora_backend, device, lora_dtype, config.attention_backend)
@@ -178,6 +262,12 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
             f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: "
             f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's "
             "native kernels too, fp8 wants a GPU of compute capability 8.9 or later)"
+        )
+    if config.lora is not None and config.lora.merge_dominant_adapter and backend.name != "native":
+        raise ConfigError(
+            "merge_dominant_adapter needs the native kernels of a CPU: another form of base weights cannot be read and "
+            f"written in pieces, and CUDA graphs are captured over the base's; these run: {backend.description}; leave "
+            "it out"
         )
     return backend if profiler is None else profiled(backend, profiler)
 
@@ -190,6 +280,7 @@ def _load_model(
     backend: KernelBackend,
     device: torch.device,
     progress: Progress | None,
+    ranks: RankGroup,
 ) -> Decoder:
     merged = None
     if config.merge_adapter is not None:
@@ -207,8 +298,11 @@ def _load_model(
         config.lora is not None,
         None if progress is None else lambda done, total: progress("weights", done, total),
         config.quantization,
-        _packed_cache(config, path, str(dtype).removeprefix("torch."), backend, merged),
+        None
+        if ranks.shard.size > 1
+        else _packed_cache(config, path, str(dtype).removeprefix("torch."), backend, merged),
         merged,
+        ranks,
     )
 
 
@@ -227,9 +321,12 @@ def _packed_cache(
 
 def with_device(config: EngineConfig) -> tuple[EngineConfig, torch.device, str]:
     """(the settings with the device that `auto` means here, that device, why). Raises ConfigError."""
-    if config.device != "auto":
+    kind, _, number = config.device.partition(":")
+    if kind != "auto":
         return config, _device(config.device), ""
     name, reason = _automatic_device(config.lora_backend)
+    if number and name == "cuda":  # of several engines, each has a GPU of its own
+        name = f"cuda:{number}"
     device = _device(name)
     choice = f"device: {device} ({reason})"
     logger.info("%s", choice)
@@ -302,7 +399,7 @@ def build_manager(
         backend,
         model.activation_dtype,
         arena,
-        open_weights=partial(read_spec, source=source, reader=reader),
+        open_weights=SourceReader(source, reader).read,
         base=model,
         host_arena=host_arena,
         copies=copies,
@@ -310,6 +407,7 @@ def build_manager(
         events=events,
         disk_tier=lambda packer: open_disk_tier(lora, packer),
         make_policy=make_policy,
+        other_ranks=_other_targets(model, model.num_ranks),
     )
     blocks.reclaim = manager.reclaim_chunks
     model.bind_lora(manager.table, backend)

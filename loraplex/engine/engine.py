@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
+from loraplex.cpu import CpuUse
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.maintenance import Caretaker
-from loraplex.engine.model_runner import ModelRunner, StepHandle
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import DeviceLostError, EngineError, EngineOverloadedError, InvalidRequestError, LoraDisabledError
@@ -23,6 +24,7 @@ from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.weights.loading import is_device_lost, is_out_of_memory
 from loraplex.metrics import EngineStats, KernelSpeedup, MemoryReport, StepTimes
+from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import STEP_PARTS, Profiler
 from loraplex.performance.steps import StepProfile, StepRecorder, StepRow
 
@@ -35,6 +37,38 @@ MAX_VACATED_CHUNKS = 8
 """Of a step: KV chunks that are emptied, by copying, for adapters that wait for memory."""
 
 
+class LaunchedStep(Protocol):
+    """A step that runs, or has run."""
+
+    def result(self) -> Mapping[str, SampledToken]:
+        """One token for each sampled sequence, by request_id. Waits for the step; raises what it failed with."""
+        ...
+
+
+class StepRunner(Protocol):
+    """What runs steps, as an engine sees it: ModelRunner, or one that only says what steps would take."""
+
+    @property
+    def kernel_fallbacks(self) -> Mapping[str, int]: ...
+    @property
+    def kv_block_bytes(self) -> int: ...
+    @property
+    def workspace_nbytes(self) -> int: ...
+    @property
+    def graphs(self) -> DecodeGraphs | None: ...
+    @property
+    def merger(self) -> DominantMerger | None: ...
+    def threads(self) -> AbstractContextManager[None]: ...
+    def check_ranks(self) -> None: ...
+    def launch(self, plan: SchedulePlan) -> LaunchedStep: ...
+    def recover(self) -> None: ...
+    def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+    def measure_operators(self, is_on: bool) -> None: ...
+    def measure_kernels(self, dtype_name: str) -> tuple[KernelSpeedup, ...]: ...
+    def cpu_use(self) -> CpuUse: ...
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """One model with its memory, its queue and its adapters. Any thread may call verbs of `adapters`, and nothing else.
 
@@ -45,7 +79,7 @@ class EngineCore:
         self,
         info: EngineInfo,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         blocks: KVBlockAllocator,
         adapters: LoRAModelManager | None,
         max_waiting_requests: int,
@@ -99,6 +133,7 @@ class EngineCore:
         """An empty plan when there was no memory for it: what was admitted until then runs in the next step."""
         if self._flights.recorder is not None:
             self._flights.recorder.begin(self._profiler.seconds)
+        self._runner.check_ranks()
         try:
             if self._adapters is not None:
                 self._adapters.poll()
@@ -128,7 +163,8 @@ class EngineCore:
             raise LoraDisabledError("LoRA is off in this engine")
         vocab_size = self._vocab_size_of(None if request.mix else request.adapter_id)  # no adapter of a mix has its own
         checked = request.prompt_token_ids, vocab_size
-        if checked[0] is not self._checked_prompt[0] or vocab_size != self._checked_prompt[1]:
+        is_known = checked[0] is self._checked_prompt[0] and vocab_size == self._checked_prompt[1]
+        if not is_known or request.output_token_ids:
             request.check_prompt(vocab_size or MAX_VOCABULARY)
             self._checked_prompt = checked
         if self._scheduler.has(request.request_id):
@@ -151,6 +187,13 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End requests; unknown ids are passed over."""
         return [output for output in map(self._scheduler.abort, request_ids) if output is not None]
+
+    def withdraw(self, request_ids: Iterable[str]) -> dict[str, int | None]:
+        """Forget requests, which go on in another engine; of each its `Request.num_cached_tokens` there.
+
+        Unknown ids are passed over. What a step in flight draws for them is dropped.
+        """
+        return {each: self._scheduler.withdraw(each) for each in request_ids if self._scheduler.has(each)}
 
     def abort_adapter(self, adapter_id: int) -> list[TokenOutput]:
         return self._scheduler.abort_adapter(adapter_id)
@@ -215,6 +258,8 @@ class EngineCore:
     def memory_report(self) -> MemoryReport:
         """The memory of adapters and KV cache as it is now."""
         report, monitor = MemoryReport() if self._adapters is None else self._adapters.report(), self._caretaker.monitor
+        if self._runner.merger is not None:
+            report = self._runner.merger.report(report)
         return replace(
             report,
             mode=monitor.mode,
@@ -225,6 +270,10 @@ class EngineCore:
             num_kv_blocks=self._blocks.num_blocks,
             num_free_kv_blocks=self._blocks.num_free_blocks,
         )
+
+    def watch_steps(self, watch: Callable[[SchedulePlan], None] | None) -> None:
+        """Have `watch` called with the plan of each step before it is launched; None: no more."""
+        self._flights.watch = watch
 
     def start_profile(self) -> None:
         """Record steps from now on; the kernels one by one where the backend can tell. Earlier records are dropped."""
@@ -263,6 +312,7 @@ class EngineCore:
 
     def close(self) -> None:
         self._flights.drain()
+        self._runner.close()
         if self._adapters is not None:
             self._adapters.close()
 
@@ -272,7 +322,7 @@ class _Flight:
     """A plan that is not committed, and what its launch gave."""
 
     plan: SchedulePlan
-    launched: StepHandle | Exception
+    launched: LaunchedStep | Exception
 
     def result(self) -> Mapping[str, SampledToken]:
         if isinstance(self.launched, Exception):
@@ -287,13 +337,13 @@ class StepsInFlight:
                    the device runs k while the host ends k - 1 and schedules k + 1
 
     Commits are in the order of launches. A launch that fails says so at its commit, after those of the steps before it.
-    `adapters` is None in an engine without LoRA; `recorder` is there while a profile runs.
+    `adapters` is None in an engine without LoRA; `recorder` is there while a profile runs; `watch` is told each plan.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         adapters: LoRAModelManager | None,
         caretaker: Caretaker,
         profiler: Profiler,
@@ -307,6 +357,7 @@ class StepsInFlight:
         self._look_ahead = look_ahead
         self._flights: deque[_Flight] = deque()
         self.recorder: StepRecorder | None = None
+        self.watch: Callable[[SchedulePlan], None] | None = None
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -343,11 +394,13 @@ class StepsInFlight:
     def _launch(self, plan: SchedulePlan) -> _Flight:
         if self._adapters is not None:
             self._adapters.step_launched(plan.step_id)
+        if self.watch is not None:
+            self.watch(plan)
         flight = _Flight(plan, self._try_launch(plan))
         self._flights.append(flight)
         return flight
 
-    def _try_launch(self, plan: SchedulePlan) -> StepHandle | Exception:
+    def _try_launch(self, plan: SchedulePlan) -> LaunchedStep | Exception:
         try:
             return self._runner.launch(plan)
         except Exception as error:
@@ -386,6 +439,8 @@ class StepsInFlight:
         return flight.result()
 
     def _fail(self, plan: SchedulePlan, error: Exception) -> list[TokenOutput]:
+        if isinstance(error, DeviceLostError):
+            raise error
         if is_device_lost(error):
             raise DeviceLostError(f"the device does not answer any more: {error}") from error
         logger.error("a step failed; its %d requests end", len(plan.sequences), exc_info=error)

@@ -22,8 +22,7 @@ import torch
 
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import Request, TokenOutput
-from loraplex.engine.diagnosis import Diagnosis
-from loraplex.engine.model_runner import ModelRunner
+from loraplex.engine.diagnosis import Answer, Diagnosis
 from loraplex.engine.schedule_plan import SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import (
@@ -41,6 +40,7 @@ from loraplex.memory.care.monitor import MemoryLook, MemoryMonitor, Thresholds, 
 from loraplex.memory.care.prediction import MAX_KEYS, ArrivalPredictor
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.metrics import MEMORY_TIERS, TierReport
+from loraplex.models.dominant import DominantMerger
 
 SCRUB_INTERVAL_S = 1.0
 FORECAST_INTERVAL_S = 1.0
@@ -54,15 +54,17 @@ def make_caretaker(
     adapters: LoRAModelManager | None,
     scheduler: Scheduler,
     blocks: KVBlockAllocator,
-    runner: ModelRunner,
+    runner: TendedRunner,
     events: EventLog,
     vocab_size: int,
+    clock: Callable[[], float] = time.monotonic,
+    pressure: Callable[[], float | None] = system_pressure,
 ) -> Caretaker:
-    """The caretaker of an engine with these parts, on the real clock."""
+    """The caretaker of an engine with these parts. clock: seconds; pressure: of the machine's memory."""
     lora = config.lora or LoRAConfig()
-    forecast = Forecast(time.monotonic) if adapters is not None and lora.enable_prediction else None
+    forecast = Forecast(clock) if adapters is not None and lora.enable_prediction else None
     gpu = GpuMemory(runner.device) if runner.device.type == "cuda" else None
-    memory = EngineMemory(adapters, blocks, runner, scheduler, system_pressure, forecast, time.monotonic, gpu)
+    memory = EngineMemory(adapters, blocks, runner, scheduler, pressure, forecast, clock, gpu)
     thresholds = Thresholds(
         config.monitor_interval_s,
         config.high_pressure,
@@ -71,11 +73,11 @@ def make_caretaker(
         config.long_idle_s,
         config.max_fragmentation,
     )
-    monitor = MemoryMonitor(memory, thresholds, events, time.monotonic, time.time)
+    monitor = MemoryMonitor(memory, thresholds, events, clock, time.time)
     diagnosis = Diagnosis(runner.answer, blocks, vocab_size)
     if adapters is not None:
         adapters.alarm_with(monitor.alarm)
-    return Caretaker(adapters, scheduler, diagnosis, monitor, forecast, lora, time.monotonic)
+    return Caretaker(adapters, scheduler, diagnosis, monitor, forecast, lora, clock, runner.merger)
 
 
 class Caretaker:
@@ -90,7 +92,9 @@ class Caretaker:
         forecast: Forecast | None,
         lora: LoRAConfig,
         clock: Callable[[], float],
+        merger: DominantMerger | None = None,
     ) -> None:
+        self._merger = merger
         self._adapters = adapters
         self._scheduler = scheduler
         self._diagnosis = diagnosis
@@ -154,6 +158,9 @@ class Caretaker:
         for adapter_id in {adapter_id for request in bad for adapter_id in request.adapter_ids}:
             assert self._adapters is not None
             self._adapters.health.doubt(adapter_id)
+        if self._merger is not None:
+            for request in bad:
+                self._merger.suspect(request.adapter_digest)
 
     def _prefetch(self) -> None:
         if self._is_forecast_due:
@@ -290,6 +297,18 @@ class Workspace(Protocol):
     def workspace_nbytes(self) -> int: ...
 
     def release_workspace(self) -> int: ...
+
+
+class TendedRunner(Workspace, Protocol):
+    """What a caretaker needs of the model runner."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def merger(self) -> DominantMerger | None: ...
+
+    def answer(self, request: Request, lora_slot: int) -> Answer | None: ...
 
 
 class GpuMemory:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 SHARED_MODEL_LEN = 8192
 """The default of max_model_len in a shared arena is at least this, where the model and the KV cache have it."""
+
+Allocate = Callable[[int], torch.Tensor]
 
 CHUNK_BYTES = 1 << 20
 GPU_CHUNK_BYTES = 16 << 20
@@ -105,8 +108,10 @@ def plan_memory(
     kv_dtype: torch.dtype,
     device: torch.device,
     gpu: DeviceMemory | None = None,
+    allocate: Allocate | None = None,
 ) -> MemoryPlan:
-    """gpu: its memory with the model on it, None elsewhere. ConfigError has both numbers of sizes that cannot be."""
+    """gpu: its memory with the model on it, None elsewhere. allocate: as Arena has it. ConfigError has both numbers of
+    sizes that cannot be."""
     sizes = _sizes(_with_gpu(config, model_config, model.activation_dtype, gpu), device, gpu)
     block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
     most_blocks = sizes.kv_ceiling // block_bytes
@@ -128,7 +133,7 @@ def plan_memory(
     else:
         num_chunks = max(1, sizes.whole // chunk_bytes)
         limits = _limits(sizes, num_chunks * chunk_bytes, chunk_bytes, kv_ceiling, longest, longest_len)
-    arena = _arena(num_chunks, chunk_bytes, device, limits, gpu)
+    arena = _arena(num_chunks, chunk_bytes, device, limits, gpu, allocate)
     kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size))
     num_kv_blocks = arena.ceiling(Owner.KV) * blocks_per_chunk
     return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora, choice, longest_len)
@@ -147,10 +152,15 @@ def chunk_size(whole: int, is_gpu: bool) -> int:
 
 
 def _arena(
-    num_chunks: int, chunk_bytes: int, device: torch.device, limits: dict[Owner, Limits], gpu: DeviceMemory | None
+    num_chunks: int,
+    chunk_bytes: int,
+    device: torch.device,
+    limits: dict[Owner, Limits],
+    gpu: DeviceMemory | None,
+    allocate: Allocate | None,
 ) -> Arena:
     try:
-        return Arena(num_chunks * chunk_bytes, chunk_bytes, device, limits=limits)
+        return Arena(num_chunks * chunk_bytes, chunk_bytes, device, limits=limits, allocate=allocate)
     except torch.OutOfMemoryError as error:
         free = "" if gpu is None else f", of which {gpu.free_bytes} bytes were free"
         raise ConfigError(

@@ -11,17 +11,18 @@ import torch
 
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
 from loraplex.cpu import CpuMeter, CpuUse
-from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logit_segments, route_of
+from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logit_segments, route_of, sole_content
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
 from loraplex.kernels.device_copies import upload
 from loraplex.kernels.profiled import PART_OF
-from loraplex.kernels.step_batch import StepBatch
+from loraplex.kernels.step_batch import LayersForward, StepBatch
 from loraplex.memory.weights.copies import StepGate
 from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder
+from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import DEVICE_PART, Profiler
 
 
@@ -116,7 +117,8 @@ class ModelRunner:
     """The decoder with its KV memory and its sampler.
 
     prepare_adapters: makes adapters ready for a step (WeightStore.prepare); None in an engine without LoRA. graphs:
-    captured decode steps; None where every step runs kernel by kernel.
+    captured decode steps; None where every step runs kernel by kernel. merger: of the dominant adapter, None where it
+    stays unmerged.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class ModelRunner:
         profiler: Profiler,
         prepare_adapters: Callable[[Iterable[int]], StepGate | None] | None = None,
         graphs: DecodeGraphs | None = None,
+        merger: DominantMerger | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -137,6 +140,7 @@ class ModelRunner:
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
         self._prepare_adapters = prepare_adapters
         self.graphs = graphs
+        self.merger = merger
         self._is_timing_device = False
         self._cpu = CpuMeter()
         self._has_own_threads = model.cpu_use(CpuUse()).num_threads > 0
@@ -172,8 +176,21 @@ class ModelRunner:
         return self._model.cpu_use(self._cpu.read())
 
     def release_workspace(self) -> int:
-        """Give scratch memory back; returns its bytes. None is while there are graphs, which would write to it."""
-        return 0 if self.graphs is not None and self.graphs.num_graphs else self._model.release_workspace()
+        """Give scratch memory back, and a merged copy; returns the bytes. None is while there are graphs, which would
+        write to it."""
+        if self.graphs is not None and self.graphs.num_graphs:
+            return 0
+        return self._model.release_workspace() + (0 if self.merger is None else self.merger.release())
+
+    def close(self) -> None:
+        """End the thread of a copy, and the processes that have a share of the model."""
+        if self.merger is not None:
+            self.merger.close()
+        self._model.close()
+
+    def check_ranks(self) -> None:
+        """Raises DeviceLostError when a process that has a share of the model has ended."""
+        self._model.check_ranks()
 
     def recover(self) -> None:
         """After a step that failed, on its way perhaps: wait for all that was launched; the next step may come."""
@@ -194,7 +211,10 @@ class ModelRunner:
         """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell. Those
         of each step on a GPU too."""
         self._is_timing_device = is_on and self._kv.device.type == "cuda"
-        self._model.measure_operators(self._add_operator if is_on else None)
+        on_seconds = self._add_operator if is_on else None
+        self._model.measure_operators(on_seconds)
+        if self.merger is not None:
+            self.merger.measure_operators(on_seconds)
 
     def _add_operator(self, operator: str, seconds: float) -> None:
         self._profiler.add(PART_OF[operator], seconds)
@@ -207,9 +227,10 @@ class ModelRunner:
             arriving = self._prepare(plan)
             step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
             self._take_pending(step)
+            merged = None if self.merger is None else self.merger.layers_for(sole_content(plan))
         with self._profiler.part("forward"):
             began = self._timed_event()
-            hidden, logits = self._forward(step, arriving)
+            hidden, logits = self._forward(step, arriving, merged)
         with self._profiler.part("sample"):
             return self._sample(step, hidden, logits, arriving, began)
 
@@ -231,7 +252,9 @@ class ModelRunner:
             rows, sources = upload(np.array(pairs, np.int64).T.copy(), token_ids.device)
             token_ids.index_copy_(0, rows, self._last.token_ids.index_select(0, sources))
 
-    def _forward(self, step: BuiltStep, arriving: _Arriving | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _forward(
+        self, step: BuiltStep, arriving: _Arriving | None, merged: LayersForward | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Hidden states of the step's logits_indices, if it has prompt_rows; float32 logits of what it samples.
 
         Logits come from its graph, if it has one. None: no such rows.
@@ -244,7 +267,9 @@ class ModelRunner:
             if arriving is not None:
                 arriving.gate.wait_for_all()
             return None, self.graphs.replay(step)
-        hidden = self._model.forward(_gated(step.batch, arriving), self._kv)
+        if step.sampled and not step.prompt_rows:
+            self._model.expect_logits(step.batch.logits_indices)
+        hidden = self._model.forward(_gated(step.batch, arriving), self._kv, merged)
         hidden = hidden[step.batch.logits_indices]
         if not step.sampled:
             return hidden if step.prompt_rows else None, None

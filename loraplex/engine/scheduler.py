@@ -90,6 +90,9 @@ class Scheduler:
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
         state = RequestState(request, self._num_arrivals, request.prompt_token_ids, arrival_step=self._turns.step_id)
         state.is_prompt_checked = is_prompt_checked
+        state.num_cached_tokens = request.num_cached_tokens
+        if request.output_token_ids:
+            state.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self._num_arrivals += 1
         self._states[request.request_id] = state
         self._waiting.append(state)
@@ -105,6 +108,13 @@ class Scheduler:
         """End a request; None for an unknown id."""
         state = self._states.get(request_id)
         return None if state is None else self._finish(state, FinishReason.ABORT)
+
+    def withdraw(self, request_id: str) -> int | None:
+        """Forget a request that `has`, since it goes on in another engine; returns its `Request.num_cached_tokens`
+        there."""
+        state = self._states[request_id]
+        self._leave(state)
+        return state.num_cached_tokens
 
     def abort_adapter(self, adapter_id: int) -> list[TokenOutput]:
         """End every request of an adapter."""
@@ -422,6 +432,11 @@ class Scheduler:
         token: SampledToken | None = None,
         error: LoraplexError | None = None,
     ) -> TokenOutput:
+        self._leave(state)
+        self.num_finished[reason.value] += 1
+        return token_output(state, token, reason, error)
+
+    def _leave(self, state: RequestState) -> None:
         if state.status is RequestStatus.RUNNING:
             self._leave_running(state)
         else:
@@ -429,9 +444,7 @@ class Scheduler:
             if state.keeps_kv:
                 self._blocks.free(state.request.request_id)
         state.status = RequestStatus.FINISHED
-        self.num_finished[reason.value] += 1
         del self._states[state.request.request_id]
-        return token_output(state, token, reason, error)
 
     def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
         """Adapter reference and KV, unless it keeps that, return now, or when the last step that runs it commits."""

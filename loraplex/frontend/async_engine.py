@@ -1,8 +1,8 @@
 """The engine for servers: async generators over engine processes, with adapters by name.
 
 Names, versions, references, fetching and checking of adapters live here, in front of the engine, so that a bad file
-never reaches it. Engines are addressed through a list (one today). When a process dies, the requests in flight end with
-an error, it is started again, and knows its adapters again under the same ids: they are loaded by need.
+never reaches it. There is one process, or several (frontend/runners/). When one dies, the requests in flight there end
+with an error, it is started again, and knows its adapters again under the same ids: they are loaded by need.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from loraplex.adapters.registry import HeldAdapters, LoadResult, LoadStatus, LoRARef, LoRARegistry, start_thread
-from loraplex.config import EngineConfig
+from loraplex.adapters.registry import (
+    DatabaseHealth,
+    HeldAdapters,
+    LoadResult,
+    LoadStatus,
+    LoRARef,
+    LoRARegistry,
+    SharedJournal,
+    start_thread,
+)
+from loraplex.config import EngineConfig, RegistryDatabase
 from loraplex.core import (
     AdapterChoice,
     AdapterStore,
@@ -47,19 +56,25 @@ from loraplex.frontend.client import EngineClient, ProgressCallback
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.frontend import Front, adapter_ref, choice_of, lora_requests_of, make_front
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
+from loraplex.frontend.runners.runner import Runner
+from loraplex.frontend.runners.runners import Runners
+from loraplex.frontend.runners.settings import RunnerSettings
+from loraplex.frontend.runners.streams import Mover, OutputStream
 from loraplex.frontend.store import RemoteStore
-from loraplex.frontend.supervisor import EngineSupervisor, Supervision
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.frontend.supervisor import Supervision
+from loraplex.metrics import EngineStats, MemoryReport, RunnerReport
 from loraplex.models.source import resolve_model
 from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
+from loraplex.performance.steps import StepProfile
 from loraplex.text.processor import PreparedRequest
 from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from loraplex.adapters.journal import SqliteJournal
+    from loraplex.adapters.journal.postgres_journal import PostgresJournal
 
 
 logger = logging.getLogger(__name__)
@@ -88,10 +103,14 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Whether requests can be served, and if not, why."""
+    """Whether requests can be served, and if not, why. num_released: of the runners, those that the load does not
+    need. database: of names that several servers share."""
 
     is_alive: bool
     message: str = ""
+    num_serving: int = 1
+    num_released: int = 0
+    database: DatabaseHealth | None = None
 
 
 class AsyncEngine(AdapterVerbs):
@@ -106,29 +125,36 @@ class AsyncEngine(AdapterVerbs):
         config: EngineConfig,
         served_model_name: str | None,
         on_progress: ProgressCallback | None,
-        journal: SqliteJournal | None = None,
+        journal: SqliteJournal | PostgresJournal | None = None,
         supervision: Supervision | None = None,
+        runners: RunnerSettings | None = None,
     ) -> None:
         self.config = config
         self._journal = journal
         self._served_model_name = served_model_name or config.model
-        self._engines = [
-            EngineSupervisor(
-                config,
-                self._on_outputs,
-                self._on_death,
-                self._restore,
-                on_progress,
-                self.record_event,
-                supervision,
-            )
-        ]
+        self._runners = Runners(
+            config,
+            runners or RunnerSettings(),
+            self._on_outputs,
+            self._on_death,
+            self._restore,
+            on_progress,
+            self.record_event,
+            supervision,
+        )
         self.events = EventHub(first_id=int(time.time() * 1000))
         self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
+        self._mover = Mover(
+            self._streams,
+            self._runners.place_at,
+            lambda request_id: self._front.outputs.unfinished(request_id),
+            lambda stream: self._front.is_forced_out(ref.adapter_id for ref in stream.refs),
+            self._fail_stream,
+        )
         self._num_completions = 0  # of all streams
-        self._store = RemoteStore(partial(self.call, msg.CallStore), asyncio.get_running_loop())
+        self._store = RemoteStore(self._runners.call_store, asyncio.get_running_loop())
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
         self._restores = ThreadPoolExecutor(1, thread_name_prefix="adapter-restore")  # never behind verbs that wait
@@ -162,25 +188,28 @@ class AsyncEngine(AdapterVerbs):
         base_names: Iterable[str] = (),
         on_progress: ProgressCallback | None = None,
         state_dir: str | Path | None = None,
+        database: RegistryDatabase | None = None,
         supervision: Supervision | None = None,
+        runners: RunnerSettings | None = None,
     ) -> AsyncEngine:
-        """Start the engine process and wait until its model is ready.
+        """Start the engine processes and wait until their model is ready.
 
         state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when
-        this returns. supervision: how the process is watched.
-        Raises ConfigError when the state directory cannot be used.
+        this returns. database: the same, shared with other servers. supervision: how a process is watched. runners: how
+        many there are, and where (None: one). Raises ConfigError when state directory or database cannot be used.
         """
         fetched = await _with_fetched_model(config.with_real_roots())
         if fetched.merge_adapter is not None:
             fetched = await asyncio.to_thread(_with_fetched_adapter, fetched, fetched.merge_adapter)
-        journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
-        engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision)
+        journal = await asyncio.to_thread(_open_journal, config, state_dir, database)
+        engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision, runners)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
-            await asyncio.gather(engine._supervisor.start(), importing)
+            await asyncio.gather(engine._runners.start(), importing)
             engine._make_front(base_names)
             if journal is not None and engine.registry is not None:
                 await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
+            engine._runners.consolidate(engine._streams, engine._mover, lambda: engine._profile is not None)
         except BaseException:
             await engine.shutdown()
             raise
@@ -284,13 +313,19 @@ class AsyncEngine(AdapterVerbs):
         if refs and self._front.is_forced_out(ref.adapter_id for ref in refs):
             names = ", ".join(repr(ref.adapter_name) for ref in refs)
             raise RequestAbortedError(f"adapter {names} was unloaded by force before this request began")
+        message = msg.AddRequests.of(prepared.children)
         self._front.outputs.add(prepared)
+        placement = None
         try:
-            self._engine.send(msg.AddRequests.of(prepared.children))
+            placement = self._runners.place(message, max((ref.max_rank for ref in refs), default=0))
+            placement.runner.client.send(message)
         except BaseException:
-            self._forget(prepared.request_id)
+            if placement is not None:
+                placement.end()
+            self._front.outputs.remove(prepared.request_id)
             raise
-        stream = OutputStream(partial(self._end_stream, refs, num_completions))
+        on_end = partial(self._end_stream, refs, num_completions)
+        stream = OutputStream(prepared.request_id, refs, placement, on_end)
         self._num_completions += num_completions
         self._streams[prepared.request_id] = stream
         return stream
@@ -305,24 +340,22 @@ class AsyncEngine(AdapterVerbs):
     async def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are passed over. Its iterator ends, with an output or an error."""
         stream = self._streams.pop(request_id, None)
-        self._forget(request_id)
-        if stream is not None:
-            stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
-
-    def _forget(self, request_id: str) -> None:
-        """Its outputs are of no interest any more, and the engine is told so."""
         running = self._front.outputs.remove(request_id)
-        if running and self._engine.is_alive:
-            self._engine.send(msg.AbortRequests(running))
+        if stream is not None:
+            stream.placement.runner.abort(running)
+            stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
 
     def _end_stream(self, refs: tuple[LoRARef, ...], num_completions: int) -> None:
         self._num_completions -= num_completions
         self._front.release(refs)
 
-    def _on_outputs(self, outputs: tuple[TokenOutput, ...]) -> None:
+    def _fail_stream(self, stream: OutputStream, error: LoraplexError) -> None:
+        self._front.outputs.remove(stream.request_id)
+        self._streams.pop(stream.request_id).fail(error)
+
+    def _on_outputs(self, runner: Runner, outputs: tuple[TokenOutput, ...]) -> None:
         for processed in self._front.outputs.process_step(outputs):
-            if processed.abort_ids and self._engine.is_alive:
-                self._engine.send(msg.AbortRequests(processed.abort_ids))
+            runner.abort(processed.abort_ids)
             stream = self._streams.get(processed.request_id)
             if processed.is_last:
                 self._streams.pop(processed.request_id, None)
@@ -338,34 +371,46 @@ class AsyncEngine(AdapterVerbs):
     # ------------------------------------------------------------------------------------------------- life and death
 
     @property
-    def _supervisor(self) -> EngineSupervisor:
-        return self._engines[0]
-
-    @property
     def _engine(self) -> EngineClient:
-        return self._supervisor.client
+        return self._runners.first.client
 
     @property
     def info(self) -> EngineInfo:
-        return self._supervisor.info
+        return self._runners.info
 
     async def call(self, message_type: type, *values: Any) -> Any:
-        """Call the engine; raises what it answers with."""
-        return await self._engine.call(message_type, *values)
+        """Call the first engine process; raises what it answers with."""
+        return await self._runners.first.call(message_type, *values)
+
+    @property
+    def num_runners(self) -> int:
+        return len(self._runners)
 
     def health(self) -> EngineHealth:
         if self._is_shut_down:
             return EngineHealth(False, "shutting down")
-        death = self._supervisor.death
-        return EngineHealth(death is None, "" if death is None else str(death))
+        runners, journal = self._runners, self._journal
+        death = runners.death
+        database = journal.health() if isinstance(journal, SharedJournal) else None
+        reason = "" if death is None else str(death)
+        return EngineHealth(death is None, reason, runners.num_serving, runners.num_released, database)
 
     @property
     def engine_pid(self) -> int | None:
         return self._engine.pid
 
+    @property
+    def engine_pids(self) -> tuple[int | None, ...]:
+        """Of all runners."""
+        return tuple(runner.client.pid for runner in self._runners.all)
+
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self.call(msg.GetStats)
-        return stats
+        """Of all runners together."""
+        return await self._runners.stats()
+
+    async def runner_reports(self) -> Sequence[RunnerReport]:
+        """What each runner is and does; one that does not answer has no figures."""
+        return await self._runners.reports()
 
     async def memory_report(self) -> MemoryReport:
         return (await self.stats()).memory
@@ -391,7 +436,7 @@ class AsyncEngine(AdapterVerbs):
         profile = self._profile = LoraProfile(partial(address_of, self.registry), targets)
         try:
             profile.begin(await self.stats())
-            await self.call(msg.StartProfile)
+            await self._runners.call(msg.StartProfile)
         except BaseException:
             self._profile = None
             raise
@@ -403,7 +448,7 @@ class AsyncEngine(AdapterVerbs):
         profile = check_profiling(self._profile)
         adapters = await self.list_adapters()
         stats = await self.stats()
-        steps = await self.call(msg.StopProfile)
+        steps = StepProfile.of_all(await self._runners.call(msg.StopProfile))
         self._profile = self._front.outputs.recorder = None
         report = partial(profile.report, stats, steps, kernels_of(self.info), footprints_of(adapters))
         return await asyncio.get_running_loop().run_in_executor(self._views, report)
@@ -412,33 +457,37 @@ class AsyncEngine(AdapterVerbs):
         """AssertionError or EngineError when names, references or memory are inconsistent. For tests, the doctor."""
         if self.registry is not None:
             self.registry.check_integrity()
-        await self.call(msg.CheckIntegrity)
+        await self._runners.call(msg.CheckIntegrity)
 
     def check_can_serve(self) -> None:
         if self._is_shut_down:
             raise EngineShutdownError("the server is shutting down; send the request to another one")
-        if self._supervisor.death is not None:
-            raise _again(self._supervisor.death)
+        if self._runners.death is not None:
+            raise _again(self._runners.death)
 
     async def wait_until_given_up(self) -> None:
-        """Return when the engine process failed too often and is not restarted any more."""
-        await self._supervisor.has_given_up.wait()
+        """Return when every engine process failed too often and is not restarted any more."""
+        await self._runners.wait_until_given_up()
 
-    def _on_death(self, error: EngineDeadError) -> None:
-        self._end_streams(partial(_again, error))
+    def _on_death(self, runner: Runner, error: EngineDeadError) -> None:
+        self._end_streams(partial(_again, error), runner)
 
-    def _end_streams(self, make_error: Callable[[], LoraplexError]) -> None:
-        for request_id in list(self._streams):
-            self._front.outputs.remove(request_id)
-            self._streams.pop(request_id).fail(make_error())
+    def _end_streams(self, make_error: Callable[[], LoraplexError], runner: Runner | None = None) -> None:
+        """Of one runner; None: of all."""
+        for stream in list(self._streams.values()):
+            if runner is None or stream.placement.runner is runner:
+                self._fail_stream(stream, make_error())
 
-    async def _restore(self) -> None:
+    async def _restore(self, runner: Runner) -> None:
         """Give a new process its adapters again; a profile goes on."""
         if self._profile is not None:
-            await self.call(msg.StartProfile)
+            await runner.call(msg.StartProfile)
         if self.registry is None:
             return
-        await asyncio.get_running_loop().run_in_executor(self._restores, self.registry.restore)
+        if len(self._runners) > 1:
+            await self._runners.join(runner)
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._restores, self.registry.restore)
 
     async def shutdown(self) -> None:
         """End requests with an error, then the engine process."""
@@ -446,8 +495,7 @@ class AsyncEngine(AdapterVerbs):
         self.events.close()
         self._store.close()
         self._end_streams(partial(EngineShutdownError, "the server is shutting down"))
-        for engine in self._engines:
-            await engine.stop()
+        await self._runners.stop()
         for threads in (self._verbs, self._views, self._restores):
             threads.shutdown(wait=False, cancel_futures=True)
         self._at_end.close()
@@ -502,48 +550,18 @@ def _again(error: EngineDeadError) -> EngineDeadError:
     return EngineDeadError(str(error), error.retry_after_s)
 
 
-def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:
+def _open_journal(
+    config: EngineConfig, state_dir: str | Path | None, database: RegistryDatabase | None
+) -> SqliteJournal | PostgresJournal | None:
+    if state_dir is None and database is None:
+        return None
+    what = "a state directory" if database is None else "a database"
     if config.lora is None:
-        raise ConfigError("a state directory is given, but LoRA is off: leave it out, or leave out --no-enable-lora")
-    from loraplex.adapters.journal import SqliteJournal  # brings in sqlalchemy: a third of a second
+        raise ConfigError(f"{what} is given, but LoRA is off: leave it out, or leave out --no-enable-lora")
+    if database is not None:  # both bring in sqlalchemy: a third of a second
+        from loraplex.adapters.journal.postgres_journal import PostgresJournal
 
-    return SqliteJournal(state_dir, config.model)
+        return PostgresJournal(database.url, config.model, database.patience_s)
+    from loraplex.adapters.journal import SqliteJournal
 
-
-class OutputStream:
-    """The latest output of one request. Outputs are cumulative: a slow reader skips some, and memory is bounded."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._latest: RequestOutput | None = None
-        self._error: LoraplexError | None = None
-        self._has_news = asyncio.Event()
-        self._on_end: Callable[[], None] | None = on_end
-
-    def put(self, output: RequestOutput) -> None:
-        self._latest = output
-        self._has_news.set()
-        if output.finished:
-            self.end()
-
-    def fail(self, error: LoraplexError) -> None:
-        self._error = error
-        self._has_news.set()
-        self.end()
-
-    def end(self) -> None:
-        """Return what the request held, once."""
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        is_finished = False
-        while not is_finished:
-            await self._has_news.wait()
-            self._has_news.clear()
-            if self._latest is not None:
-                output, self._latest = self._latest, None
-                is_finished = output.finished
-                yield output
-            if self._error is not None and not is_finished:
-                raise self._error
+    return SqliteJournal(str(state_dir), config.model)

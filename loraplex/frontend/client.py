@@ -23,7 +23,7 @@ import zmq.asyncio
 from loraplex import logs
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
-from loraplex.environment import child_environment
+from loraplex.environment import OUTSIDE_SIGNALS, child_environment
 from loraplex.errors import ConfigError, EngineDeadError, EngineTimeoutError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.frontend import messages as msg
@@ -37,9 +37,6 @@ ENGINE_MODULE = "loraplex.frontend.process"
 ENGINE_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 10.0
 """How long a call that only reads is waited for. An engine answers between two steps."""
-
-OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-"""What people and systems end a process with. A process that fails by itself gets others."""
 
 SPINNING = {"GOMP_SPINCOUNT": "1000"}
 """For stock torch, where there are no native kernels: its threads sleep after microseconds of waiting, not after

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange
+from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
+from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
 from loraplex.adapters.source import AdapterSource
-from loraplex.config import EngineConfig
+from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import (
     AdapterChoice,
     AdapterMix,
@@ -160,7 +161,7 @@ def make_front(
     *,
     served_model_name: str,
     base_names: Iterable[str] = (),
-    journal: Journal | None = None,
+    journal: Journal | SharedJournal | None = None,
     on_change: OnChange = lambda kind, name, text, details: None,
     abort_grace_s: float = ABORT_GRACE_S,
 ) -> Front:
@@ -173,16 +174,16 @@ def make_front(
     from loraplex.adapters.weights import CheckedReader
 
     directory, has_defaults = config.tokenizer or info.model_path, config.generation_config == "auto"
-    tokenizer, eos_token_ids = open_tokenizer(directory)
-    defaults = read_generation_defaults(info.model_path) if has_defaults else {}
-    texts = AdapterTexts(RequestText(tokenizer, info.vocab_size, eos_token_ids, defaults), directory, has_defaults)
+    texts = texts_beside(info.model_path, info.vocab_size, directory, has_defaults)
+    base = texts.of(None)
     registry = None
     if config.lora is not None and store is not None:
         reader, read_text = (
             CheckedReader(info.targets, config.lora, info.long_contexts, keeps_projections=info.device == "cpu"),
             texts.read if config.lora.adapter_text else no_text,
         )
-        opener = AdapterOpener(AdapterSource(config.root_paths), reader, read_text)
+        source = AdapterSource(config.root_paths, max_object_bytes=_max_object_bytes(config.lora))
+        opener = AdapterOpener(source, reader, read_text)
         names = {served_model_name, *base_names}
         registry = LoRARegistry(
             store,
@@ -195,16 +196,29 @@ def make_front(
             journal=journal,
             on_change=on_change,
             abort_grace_s=abort_grace_s,
+            locate=source.locate,
         )
     return Front(
         served_model_name,
-        InputProcessor(tokenizer, ModelLimits(info.vocab_size, info.max_model_len), eos_token_ids),
-        OutputProcessor(tokenizer),
+        InputProcessor(base.tokenizer, ModelLimits(info.vocab_size, info.max_model_len), base.eos_token_ids),
+        OutputProcessor(base.tokenizer),
         registry,
         texts,
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )
+
+
+def _max_object_bytes(lora: LoRAConfig) -> int:
+    """A file of float64 is four times as long as what bfloat16 of it takes in memory; texts have room beside it."""
+    return 4 * max(lora.adapter_memory_bytes, lora.host_memory_bytes) + MAX_TEXT_BYTES
+
+
+def texts_beside(model: str | Path, vocab_size: int, tokenizer: str | Path, has_defaults: bool = True) -> AdapterTexts:
+    """What reads the text of adapters beside a base model's; the directories of both."""
+    defaults = read_generation_defaults(model) if has_defaults else {}
+    opened, eos_token_ids = open_tokenizer(tokenizer)
+    return AdapterTexts(RequestText(opened, vocab_size, eos_token_ids, defaults), tokenizer, has_defaults)
 
 
 def open_tokenizer(path: str | Path) -> tuple[Tokenizer | None, tuple[int, ...]]:

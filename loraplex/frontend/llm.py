@@ -91,7 +91,7 @@ class LLM:
     `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of
     `LoRAConfig` beside them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`.
     `eviction_policy` may also be a class with the methods of `loraplex.memory.eviction.policies.EvictionPolicy`, or an
-    object of one. vLLM's `tensor_parallel_size=1` and `trust_remote_code=False` are accepted, with no other value.
+    object of one. vLLM's `trust_remote_code=False` is accepted, with no other value.
     Raises ConfigError or ModelError.
 
     Any thread may call it; calls take turns, whole `generate`s too. For requests of many threads in one batch there is

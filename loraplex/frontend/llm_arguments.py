@@ -34,7 +34,6 @@ Asked = tuple[str | Sequence[int] | PromptMaker, SamplingParams | None, LoRARequ
 """A prompt; how to sample, None: by the defaults of its adapter; adapter or mix; whether special tokens are added."""
 
 FIXED_SETTINGS: Mapping[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (1, "an engine runs on one device"),
     "trust_remote_code": (False, "no code of a model's repository is run, its architecture must be one of Loraplex's"),
 }
 """vLLM's settings that have one value here, and why."""

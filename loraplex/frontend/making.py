@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loraplex.adapters.merging.part_folder import folder_name, remove_abandoned, remove_parts
 from loraplex.adapters.merging.wish import MergeWish
 from loraplex.adapters.registry import LoadResult, LoRARegistry
 from loraplex.adapters.source import AdapterSource
@@ -42,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 16
 """Merges that wait for their turn."""
+
+MAX_EXPORTS = 16
+"""That run or wait for their turn."""
 
 MAX_REMEMBERED = 64
 """Jobs that have ended."""
@@ -109,6 +114,8 @@ class AdapterMaker:
         self._registry = registry
         self._on_registry = on_registry
         self.folder = folder
+        if folder is not None:
+            remove_abandoned(folder)
         self._max_bytes = max_bytes
         self._source = AdapterSource(roots)
         self._turns = asyncio.Lock()
@@ -118,7 +125,7 @@ class AdapterMaker:
         self._jobs: dict[str, MergeJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
-        self._num_planned = 0
+        self._num_planned = self._num_exports = 0
 
     # ----------------------------------------------------------------------------------------------------------- merges
 
@@ -153,6 +160,8 @@ class AdapterMaker:
     async def _run(self, job: MergeJob, plan: MergePlan) -> None:
         try:
             async with self._turns:
+                if job.is_cancelled.is_set():  # while it waited; at the end of the server there are no threads for it
+                    raise RequestAbortedError("the merge was cancelled")
                 job.state = JobState.RUNNING
                 await self._make_and_load(job, plan)
             job.state = JobState.DONE
@@ -168,8 +177,6 @@ class AdapterMaker:
         self._forget_old()
 
     async def _make_and_load(self, job: MergeJob, plan: MergePlan) -> None:
-        from loraplex.adapters.merging.written import folder_name
-
         assert self.folder is not None
         loop, folder = asyncio.get_running_loop(), self.folder / folder_name(job.name)
         try:
@@ -201,17 +208,28 @@ class AdapterMaker:
         job = self.job(job_id)
         job.is_cancelled.set()
         if job.state is JobState.RUNNING:
-            self._process.end()
+            self._process.kill()
         return job
 
     # ---------------------------------------------------------------------------------------------------------- exports
 
     async def export(self, name: str) -> Exported:
-        """Write what is served under a name, or under `name@N`."""
+        """Write what is served under a name, or under `name@N`. Cancelled, it ends before its next step.
+
+        Raises AdapterBusyError when MAX_EXPORTS run or wait, and what exporting raises.
+        """
         assert self.folder is not None
-        origin = await self._on_registry(_origin, name, self._source)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._exporting, _export, origin, self.folder, self._max_bytes)
+        if self._num_exports >= MAX_EXPORTS:
+            raise AdapterBusyError(f"{self._num_exports} exports run or wait; ask for this one when some have ended")
+        is_cancelled = threading.Event()
+        self._num_exports += 1
+        try:
+            origin = await self._on_registry(_origin, name, self._source)
+            work = partial(_export, origin, self.folder, self._max_bytes, is_cancelled.is_set)
+            return await asyncio.get_running_loop().run_in_executor(self._exporting, work)
+        finally:
+            is_cancelled.set()
+            self._num_exports -= 1
 
     def close(self) -> None:
         """Cancel what runs and waits."""
@@ -245,7 +263,7 @@ def _plan(registry: LoRARegistry, name: str, wish: MergeWish, source: AdapterSou
 
 
 def _make(process: MergeProcess, job: MergeJob, plan: MergePlan, folder: Path, max_bytes: int) -> None:
-    from loraplex.adapters.merging.written import check_disk, remove_abandoned
+    from loraplex.adapters.merging.written import check_disk
 
     remove_abandoned(folder.parent)
     check_disk(folder.parent, plan.nbytes)
@@ -257,19 +275,17 @@ def _make(process: MergeProcess, job: MergeJob, plan: MergePlan, folder: Path, m
 
 def _remove_unless_loaded(registry: LoRARegistry, name: str, folder: Path) -> None:
     """A load whose journal could not be written has taken place all the same."""
-    from loraplex.adapters.merging.written import remove_parts
-
     remove_parts(folder)
     ref = registry.refs().get(name)
     if ref is None or ref.lora_path != str(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _export(origin: Origin, folder: Path, max_bytes: int) -> Exported:
+def _export(origin: Origin, folder: Path, max_bytes: int, is_cancelled: Callable[[], bool]) -> Exported:
     from loraplex.adapters.merging.export import export_adapter
-    from loraplex.adapters.merging.written import folder_name, write_directory
+    from loraplex.adapters.merging.written import write_directory
 
-    made, digest = export_adapter(origin, max_bytes)
+    made, digest = export_adapter(origin, max_bytes, is_cancelled)
     path = folder / folder_name(origin.name)
     write_directory(made, path)
     return Exported(origin.name, str(path), digest, made.nbytes)

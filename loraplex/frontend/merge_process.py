@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -40,6 +41,14 @@ LOWEST_PRIORITY = 19
 STARTING_PRIORITY = 10
 """While it imports what it needs, once: a tenth of a core that others want."""
 
+LEAST_SHARE = 0.8
+"""Of a core: a part of a merge that had less of it waited for others."""
+
+RESTS_FOR_WORK = 9
+"""Seconds of rest for a second of work then."""
+
+LONGEST_REST_S = 0.5
+
 OnProgress = Callable[[int, int], None]
 IsCancelled = Callable[[], bool]
 
@@ -62,6 +71,9 @@ class MergeProcess:
             is_begun = False
             for answer in _answers(process, question):
                 is_begun = True
+                if is_cancelled():  # `kill` may have come before the process
+                    process.kill()
+                    break
                 if "error" in answer:
                     raise error_from_payload(answer)
                 if "mistake" in answer:
@@ -70,6 +82,7 @@ class MergeProcess:
                     return
                 on_progress(answer["done"], answer["total"])
             if is_cancelled():
+                process.wait()
                 raise RequestAbortedError("the merge was cancelled")
             if is_begun or is_new:  # else it ended because it had waited for long
                 code = process.wait()
@@ -84,6 +97,12 @@ class MergeProcess:
                 _end(self._process)
             self._process = _start()
             return self._process, True
+
+    def kill(self) -> None:
+        """Without waiting for its end, which takes time where others want the cores: `make` waits for it."""
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def end(self) -> None:
         """At once, whatever it does."""
@@ -159,6 +178,26 @@ def _lower_priority(nice: int) -> None:
         Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
 
 
+class Pace:
+    """Rests between the parts of a merge while others want the cores: one thread of the engine that waits for a core
+    holds up all of them. Alone on the machine, a merge does not rest."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.monotonic,
+        busy: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._wall, self._busy, self._sleep = wall, busy, sleep
+        self._since = wall(), busy()
+
+    def rest(self) -> None:
+        wall, busy = self._wall() - self._since[0], self._busy() - self._since[1]
+        if busy < LEAST_SHARE * wall:
+            self._sleep(min(RESTS_FOR_WORK * busy, LONGEST_REST_S))
+        self._since = self._wall(), self._busy()
+
+
 def _say(answer: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
@@ -185,12 +224,13 @@ def make_directory(question: Mapping[str, Any]) -> None:
     origins = [Origin(name, path, source, digest) for name, path, digest in question["origins"]]
     wish = MergeWish(**{**fields, "adapters": tuple((name, weight) for name, weight in fields["adapters"])})
     plan = plan_merge(origins, wish, question["max_bytes"])
-    made = run_merge(
-        plan,
-        question["max_bytes"],
-        lambda done, total: _say({"done": done, "total": total}),
-        lambda: os.getppid() != server,
-    )
+    pace = Pace()
+
+    def say(done: int, total: int) -> None:
+        _say({"done": done, "total": total})
+        pace.rest()
+
+    made = run_merge(plan, question["max_bytes"], say, lambda: os.getppid() != server)
     write_directory(made, Path(question["folder"]))
 
 

@@ -116,6 +116,14 @@ class StopProfile(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
+class WithdrawRequests(msgspec.Struct, tag=True, frozen=True):
+    """They go on in another engine. The reply has `Request.num_cached_tokens` of each; those that it lacks had ended.
+    What was drawn of them, and how they ended, is sent before it."""
+
+    call_id: int
+    request_ids: tuple[str, ...]
+
+
 class CheckIntegrity(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
@@ -132,6 +140,7 @@ ToEngine = (
     | GetStats
     | StartProfile
     | StopProfile
+    | WithdrawRequests
     | CheckIntegrity
     | Shutdown
 )
@@ -218,6 +227,7 @@ _RESULT_TYPES: Mapping[type, Any] = {
     GetStats: EngineStats,
     StartProfile: None,
     StopProfile: StepProfile,
+    WithdrawRequests: dict[str, int | None],
     CheckIntegrity: None,
 }
 

@@ -81,6 +81,7 @@ class EngineProcess:
             msg.GetStats: lambda m: self._now(m, engine.stats),
             msg.StartProfile: lambda m: self._now(m, engine.start_profile),
             msg.StopProfile: lambda m: self._now(m, engine.stop_profile),
+            msg.WithdrawRequests: self._withdraw,
             msg.CheckIntegrity: lambda m: self._now(m, engine.check_integrity),
             msg.Shutdown: self._shutdown,
         }
@@ -124,6 +125,10 @@ class EngineProcess:
                 self._ended.extend(self._engine.add_request(request))
             except LoraplexError as error:
                 self._fail(request.request_id, error)
+
+    def _withdraw(self, message: msg.WithdrawRequests) -> None:
+        self._send_outputs([])  # ends of requests that it names
+        self._now(message, lambda: self._engine.withdraw(message.request_ids))
 
     def _fail(self, request_id: str, error: LoraplexError) -> None:
         self._ended.append(TokenOutput(request_id, finish_reason=FinishReason.ERROR, error=error.to_payload()))
@@ -221,6 +226,8 @@ def main(address: str) -> int:
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.connect(address)
+    engine = None
+    was_killed = False
     try:
         if not socket.poll(0):
             open_library()  # a spare has time, and the check of the library takes a while
@@ -234,10 +241,17 @@ def main(address: str) -> int:
         if not isinstance(error, LoraplexError):
             logger.exception("the engine cannot start or go on")
             error = EngineError(f"{type(error).__name__}: {error}")
-        socket.send(msg.encode(msg.Fatal(error.to_payload())))
-        return 1
+        was_killed = isinstance(error, EngineError) and error.was_killed
+        if was_killed and engine is None:  # Fatal would say that the start failed
+            logger.error("the engine cannot start: %s", error)
+        else:
+            socket.send(msg.encode(msg.Fatal(error.to_payload())))
+        if not was_killed:
+            return 1
     finally:
         context.destroy(linger=1000)
+    if was_killed:  # a kill of a rank is one of the engine, which its parent sees by the signal
+        os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 

@@ -75,7 +75,8 @@ class EngineSupervisor:
         self._revival: asyncio.Task[None] | None = None
         self._noted: EngineClient | None = None  # its death is counted
         self._row = _Row(self._supervision.max_restarts)
-        self._start_s = 0.0
+        self._releasing: asyncio.Task[None] | None = None
+        self.start_s = 0.0  # what the last start took
         self.has_given_up = asyncio.Event()
         self.death: EngineDeadError | None = None
         self.info: EngineInfo  # once it has started
@@ -93,13 +94,28 @@ class EngineSupervisor:
         self._serves(began_s)
 
     async def stop(self) -> None:
-        tasks = [task for task in (self._revival, self._making_spare) if task is not None]
+        tasks = [task for task in (self._revival, self._making_spare, self._releasing) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in (self._client, self._spare):
             if client is not None:
                 await client.stop()
+
+    def release(self) -> None:
+        """End its process, which serves nothing now, until `resume`. A spare stays."""
+        self.death = EngineDeadError("the load does not need it: its process was ended", self._patience_s)
+        self._row.end()
+        self._releasing = asyncio.get_running_loop().create_task(self.client.stop())
+
+    def resume(self) -> None:
+        """Start a process again, as after a death."""
+        self._revival = asyncio.get_running_loop().create_task(self._revive(time.monotonic(), is_resumed=True))
+
+    @property
+    def _patience_s(self) -> float:
+        """When to ask again while a process starts."""
+        return min(max(1.0, self.start_s), MAX_PAUSE_S)
 
     def _make_client(self) -> EngineClient:
         return EngineClient(
@@ -116,7 +132,7 @@ class EngineSupervisor:
         """From now on requests are served; a spare is made beside them."""
         self.death = None
         self._row.serving_since_s = time.monotonic()
-        self._start_s = self._row.serving_since_s - began_s
+        self.start_s = self._row.serving_since_s - began_s
         if self._supervision.has_standby:
             self._making_spare = asyncio.get_running_loop().create_task(self._make_spare())
 
@@ -143,8 +159,10 @@ class EngineSupervisor:
         if self._revival is None or self._revival.done():
             self._revival = asyncio.get_running_loop().create_task(self._revive(time.monotonic()))
 
-    async def _revive(self, died_s: float) -> None:
-        """Start processes until one serves with its adapters."""
+    async def _revive(self, died_s: float, *, is_resumed: bool = False) -> None:
+        """Start processes until one serves with its adapters. is_resumed: the last one was released, it did not die."""
+        if self._releasing is not None:
+            await asyncio.gather(self._releasing, return_exceptions=True)
         while (pause_s := self._row.pause_s) is not None:
             await self.client.stop()
             await asyncio.sleep(pause_s)
@@ -164,9 +182,13 @@ class EngineSupervisor:
             if self._noted is not self._client:
                 self._serves(began_s)
                 seconds = time.monotonic() - died_s
-                logger.warning("the engine process is back after %.1f s", seconds)
-                self._tell(EventKind.RESTART, "the engine process is back", seconds=seconds)
+                self._tell_return(is_resumed and not self._row.num_deaths, seconds)
                 return
+
+    def _tell_return(self, is_resumed: bool, seconds: float) -> None:
+        text = "the engine process serves again" if is_resumed else "the engine process is back"
+        logger.log(logging.INFO if is_resumed else logging.WARNING, "%s after %.1f s", text, seconds)
+        self._tell(EventKind.RESUME if is_resumed else EventKind.RESTART, text, seconds=seconds)
 
     def _note(self, reason: str, was_killed: bool) -> EngineDeadError:
         """Count a death or a start that failed; returns what to tell those who wait."""
@@ -179,8 +201,7 @@ class EngineSupervisor:
             outlook = f"it is restarted in {pause_s:.0f} s" + ("" if was_killed else f", after {failures}")
         else:
             outlook = "it is being restarted"
-        start_s = min(max(1.0, self._start_s), MAX_PAUSE_S)
-        self.death = EngineDeadError(f"{reason}; {outlook}", (pause_s or 0.0) + start_s)
+        self.death = EngineDeadError(f"{reason}; {outlook}", (pause_s or 0.0) + self._patience_s)
         logger.error("%s", self.death)
         self._tell(EventKind.FAULT, str(self.death), what="process", num_deaths=self._row.num_deaths)
         return self.death
@@ -212,6 +233,10 @@ class _Row:
         self.num_deaths = 0
         self.pause_s: float | None = 0.0
         self.serving_since_s: float | None = None
+
+    def end(self) -> None:
+        """It was ended in order: the next start is without a pause."""
+        self.serving_since_s, self.num_failures, self.num_deaths, self.pause_s = None, 0, 0, 0.0
 
     def add(self, was_killed: bool, now_s: float) -> float | None:
         served_s = 0.0 if self.serving_since_s is None else now_s - self.serving_since_s

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.core import BASE_SLOT, LoraTarget, ShardKind
+from loraplex.distributed import Collectives
 from loraplex.kernels.slices import (
     ABSENT,
     DTYPE_CODES,
@@ -179,8 +180,11 @@ NOT_OF_KERNELS = frozenset((ShardKind.EMBEDDING, ShardKind.NORM))
 """Kinds of targets that `add_lora` has nothing to do with: the slot table has no addresses of theirs."""
 
 
-_NUM_ADDRESSES, _NUM_VALUES = 6, 3
-"""Columns of the slot table that are addresses, and the others."""
+_NUM_ADDRESSES = 6
+"""Fields of an entry of the slot table that are addresses; the others are of 32 bits."""
+
+ENTRY_WORDS = 8
+"""Of 64 bits: an entry is a cache line."""
 
 
 class SlotTable:
@@ -189,8 +193,12 @@ class SlotTable:
     One row per (target, slice), in the order of `targets`, those of NOT_OF_KERNELS apart: theirs are numbers behind
     the others without addresses. One column per lora_slot. Tensors of shape [rows, capacity]:
     a_addr, b_addr, bias_addr, gain_addr, input_gain_addr, scales_addr int64 (0: no such part), rank int32 (0: no A and
-    B), scale float32, dtype int32 (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() +
-    byte offset. Where there are scales, A and B are the projections', which other slots may have, too.
+    B), scale float32, dtype int32 (DTYPE_CODES); and on the host whether ranks exchange something between A and B. They
+    are allocated once and never move. Address = buffer.data_ptr() + byte offset. Where there are scales, A and B are
+    the projections', which other slots may have, too.
+
+    They are views of `entries` [capacity, rows, ENTRY_WORDS]: all fields of an entry are one cache line, in the order
+    above, and the entries that the linears of a step read for an adapter lie one behind the other.
 
     On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings
     it to the tensors, in the order of the kernels: a step in flight sees none of it, the next one all. The table itself
@@ -217,7 +225,7 @@ class SlotTable:
         self._by_first_row = {self._first_rows[t.name]: t for t in ordered}
         self._rows = tuple((self._first_rows[t.name], i) for t in ordered for i in range(len(t.slices)))
         self.num_rows = sum(len(t.slices) for t in ordered if t.kind not in NOT_OF_KERNELS)
-        self._allocate_columns()
+        self._allocate_entries()
         self._placed: tuple[dict[int, PlacedBlock], ...] = tuple({} for _ in range(capacity))
         self._projections: dict[int, PlacedProjections] = {}
         self._taken: set[int] = set()
@@ -230,6 +238,8 @@ class SlotTable:
         self.has_gains = False
         """Whether any block here ever had a gain; it never becomes False again. Likewise `has_input_gains`."""
         self.has_input_gains = False
+        self.collectives: Collectives | None = None
+        """Of the ranks of the model, for adapters of which these exchange something between A and B."""
         self.scratch: dict[int, Any] = {}
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
         self.own_layers: set[int] = set()
@@ -243,20 +253,17 @@ class SlotTable:
         self.rope_factors: dict[int, float] = {}
         """Slot -> what the adapter's rows divide the rotary frequencies by, if not as the base's do."""
 
-    def _allocate_columns(self) -> None:
-        addresses = torch.zeros((_NUM_ADDRESSES, self.num_rows, self.capacity), dtype=torch.int64)
-        values = torch.zeros((_NUM_VALUES, self.num_rows, self.capacity), dtype=torch.int32)
-        self._host_planes = addresses.numpy(), values.numpy()
-        self._host_rank, host_scale, host_dtype = self._host_planes[1]
-        self._host = (*self._host_planes[0], self._host_rank, host_scale.view(np.float32), host_dtype)
-        if self.is_mirrored:
-            addresses, values = (planes.clone().to(self.buffer.device) for planes in (addresses, values))
-        self._planes = addresses, values
-        self.a_addr, self.b_addr, self.bias_addr, self.gain_addr, self.input_gain_addr, self.scales_addr = (
-            addresses.unbind()
-        )
-        self.rank, self.dtype = values[0], values[2]
-        self.scale = values[1].view(torch.float32)
+    def _allocate_entries(self) -> None:
+        entries = torch.zeros((self.capacity, self.num_rows, ENTRY_WORDS), dtype=torch.int64)
+        self._host_entries = entries.numpy()
+        addresses, values = self._host_entries.T[:_NUM_ADDRESSES], self._host_entries.view(np.int32).T
+        self._host_rank, scale, dtype, is_exchanged = values[2 * _NUM_ADDRESSES :]
+        self._host = (*addresses, self._host_rank, scale.view(np.float32), dtype, is_exchanged)
+        self.entries = entries.to(self.buffer.device, copy=True) if self.is_mirrored else entries
+        fields = self.entries.permute(2, 1, 0)[:_NUM_ADDRESSES]
+        self.a_addr, self.b_addr, self.bias_addr, self.gain_addr, self.input_gain_addr, self.scales_addr = fields
+        self.rank, scales, self.dtype = self.entries.view(torch.int32).permute(2, 1, 0)[2 * _NUM_ADDRESSES :][:3]
+        self.scale = scales.view(torch.float32)
         self._changed: set[int] = set()
 
     def first_row(self, target_name: str) -> int:
@@ -335,6 +342,7 @@ class SlotTable:
                 np.array([layout.rank for _, _, layout in found], np.int32),
                 np.array([layout.scale for _, _, layout in found], np.float32),
                 np.array([DTYPE_CODES[dtype] for dtype in dtypes], np.int32),
+                np.array([layout.is_exchanged for _, _, layout in found], np.int32),
             ),
             first_rows=first_rows,
             layouts=tuple(tuple(layouts) for _, layouts in blocks),
@@ -392,8 +400,7 @@ class SlotTable:
     def clear_slot(self, lora_slot: int) -> None:
         """Forget the adapter in `lora_slot`: every row of the column is zero again."""
         self._check_slot(lora_slot)
-        for column in self._host:
-            column[:, lora_slot] = 0
+        self._host_entries[lora_slot] = 0
         self._mark(lora_slot)
         self._taken.discard(lora_slot)
         self._placed[lora_slot].clear()
@@ -458,14 +465,14 @@ class SlotTable:
         self, block_offset: int, layout: SliceLayout | None, shared: PlacedProjections | None = None
     ) -> tuple[int | float, ...]:
         if layout is None:
-            return (*(0,) * _NUM_ADDRESSES, 0, 0.0, 0)
+            return (*(0,) * _NUM_ADDRESSES, 0, 0.0, 0, 0)
         start, dtype = self._base_addr + block_offset, layout.dtype
         offsets = (*layout.offsets, layout.scales_offset)
         addresses = [0 if offset == ABSENT else start + offset for offset in offsets]
         if layout.is_shared:
             assert shared is not None, "scales in a slot without projections"
             addresses[:2], dtype = (self._base_addr + offset for offset in shared.offsets), shared.layout.dtype
-        return (*addresses, layout.rank, layout.scale, DTYPE_CODES[dtype])
+        return (*addresses, layout.rank, layout.scale, DTYPE_CODES[dtype], layout.is_exchanged)
 
     def expect(
         self, max_rank: int, dtypes: Iterable[torch.dtype], has_gains: bool = False, has_input_gains: bool = False
@@ -486,7 +493,7 @@ class SlotTable:
         return bool(self._changed)
 
     def flush(self) -> None:
-        """Bring the columns that were written since to the device, on the current stream, by one copy and two kernels.
+        """Bring the columns that were written since to the device, on the current stream, by one copy and one kernel.
 
         For the thread that launches steps, before each; no thread may write meanwhile. Nothing is launched when nothing
         changed.
@@ -494,27 +501,15 @@ class SlotTable:
         if not self._changed:
             return
         slots = sorted(self._changed)
-        num_values = _NUM_VALUES * self.num_rows * len(slots)
-        size = len(slots) + _NUM_ADDRESSES * self.num_rows * len(slots) + (num_values + 1) // 2
-        # int64 words: the slots, the addresses, and the values two by two. Torch keeps page-locked memory until its
-        # copy is done.
-        is_pinned = self.buffer.device.type == "cuda"
-        staging = torch.empty(size, dtype=torch.int64, pin_memory=is_pinned)
+        # The slots and their entries. Torch keeps page-locked memory until its copy is done.
+        size, is_pinned = 1 + self.num_rows * ENTRY_WORDS, self.buffer.device.type == "cuda"
+        staging = torch.empty(len(slots) * size, dtype=torch.int64, pin_memory=is_pinned)
         staging[: len(slots)] = torch.tensor(slots)
-        for written, part in zip(self._host_planes, self._parts(staging, len(slots)), strict=True):
-            part.numpy()[:] = written[:, :, slots]
+        staging[len(slots) :].numpy().reshape(len(slots), *self._host_entries.shape[1:])[:] = self._host_entries[slots]
         on_device = staging.to(self.buffer.device, non_blocking=True)
-        for planes, part in zip(self._planes, self._parts(on_device, len(slots)), strict=True):
-            planes.index_copy_(2, on_device[: len(slots)], part)
+        changed = on_device[len(slots) :].view(len(slots), *self.entries.shape[1:])
+        self.entries.index_copy_(0, on_device[: len(slots)], changed)
         self._changed.clear()  # now, or they would be lost to a step that is tried again for lack of memory
-
-    def _parts(self, staging: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Addresses and values in a staging buffer, [6, rows, num_slots] and [3, rows, num_slots]."""
-        per_plane = self.num_rows * num_slots
-        addresses = staging[num_slots:][: _NUM_ADDRESSES * per_plane]
-        values = staging[num_slots + len(addresses) :].view(torch.int32)[: _NUM_VALUES * per_plane]
-        shape = self.num_rows, num_slots
-        return addresses.view(_NUM_ADDRESSES, *shape), values.view(_NUM_VALUES, *shape)
 
     def _mark(self, lora_slot: int) -> None:
         if self.is_mirrored:
@@ -523,8 +518,7 @@ class SlotTable:
     def check_integrity(self) -> None:
         """Assert that the device has what the host has, but for columns that wait for `flush`."""
         same = [slot for slot in range(self.capacity) if slot not in self._changed]
-        for host, planes in zip(self._host_planes, self._planes, strict=True):
-            assert (host[:, :, same] == planes.cpu().numpy()[:, :, same]).all(), "the device has another slot table"
+        assert (self._host_entries[same] == self.entries[same].cpu().numpy()).all(), "the device has another slot table"
 
     def addresses(self, row: int, lora_slot: int) -> list[int]:
         """Of the parts of one slice, in the order of `SliceLayout.offsets`, as they were written last; behind them its
@@ -534,7 +528,7 @@ class SlotTable:
             placed = self._placed[lora_slot].get(first_row)
             entry = self._entry(0, None) if placed is None else self._entry(placed.offset, placed.layouts[index])
         else:
-            entry = tuple(self._host_planes[0][:, row, lora_slot])
+            entry = tuple(self._host_entries[lora_slot, row, :_NUM_ADDRESSES])
         *parts, scales = map(int, entry[:_NUM_ADDRESSES])
         return [*parts, scales] if scales else parts
 

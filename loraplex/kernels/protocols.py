@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 import torch
 
-from loraplex.core import LoraSlice
+from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
+from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
@@ -56,6 +57,19 @@ class LayerOps(Protocol):
         x [T, in]: the input of the slice that has this row of the table, before the base's product; what it was is
         lost.
         """
+        ...
+
+    def rank_nbytes(self, num_ranks: int) -> int:
+        """Of the memory, shared by the processes of so many ranks and zeros at first, that `collectives` works over;
+        0: it has none."""
+        ...
+
+    def collectives(self, shard: Shard, memory: torch.Tensor, watched: Sequence[int]) -> Collectives:
+        """Sums over ranks, in steps that are captured too. watched: file descriptors of pipes that end with a rank."""
+        ...
+
+    def sum_ranks(self, part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        """`ranks.sum`, as an operator of a layer; `part` may be overwritten."""
         ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from loraplex.core import LoraSlice
+from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
+from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.checksum import checksums
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
@@ -212,7 +213,7 @@ def unpack_gains(
     return gain, _part(block, layout.input_gain_offset, torch.float32, in_features)
 
 
-def unpack_scales(layout: SliceLayout, out_features: int, block: torch.Tensor) -> dict[str, torch.Tensor | None]:
+def unpack_scales(layout: SliceLayout, out_features: int, block: torch.Tensor) -> dict[str, Any]:
     """rank_scale and out_scale as views."""
     rank_scale = _part(block, layout.scales_offset, torch.float32, layout.rank)
     out_scale = _part(block, layout.out_scale_offset, torch.float32, out_features)
@@ -266,6 +267,15 @@ class StockWeights:
         """Of a weight in any form of this backend: float32, in memory of their own."""
         rows: torch.Tensor = weight[first:last].to(torch.float32, copy=True)
         return rows
+
+    def rank_nbytes(self, num_ranks: int) -> int:
+        return 0
+
+    def collectives(self, shard: Shard, memory: torch.Tensor, watched: Sequence[int]) -> Collectives:
+        raise NotImplementedError("sums over ranks have no kernels here")
+
+    def sum_ranks(self, part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        return ranks.sum(part)
 
     def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
         return forward

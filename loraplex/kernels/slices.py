@@ -46,6 +46,9 @@ class SliceWeights:
     of the adapter's projections (ProjectionsLayout), cut to this slice, and y <- y + out_scale ((rank_scale (x A^T))
     B^T).
 
+    is_exchanged: A and B are cut finer than their linear, over the ranks of a model (loraplex/distributed.py). Then A
+    has rank / ranks rows, or B out / ranks; `rank` is that of all.
+
     weight is the adapter's own, in place of the base's: [out, in] of a linear, [hidden] of a norm, rows [n, hidden] of
     an embedding or a head. row_ids int64 [n], ascending: which tokens these rows are of; None: of 0 to n - 1.
     """
@@ -60,11 +63,13 @@ class SliceWeights:
     row_ids: torch.Tensor | None = None
     rank_scale: torch.Tensor | None = None
     out_scale: torch.Tensor | None = None
+    is_exchanged: bool = False
 
     @property
     def rank(self) -> int:
-        rows = self.rank_scale if self.lora_a is None else self.lora_a
-        return 0 if rows is None else rows.shape[0]
+        if self.lora_b is not None:
+            return self.lora_b.shape[1]
+        return 0 if self.rank_scale is None else self.rank_scale.shape[0]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -78,6 +83,7 @@ class SliceLayout:
 
     num_rows, weight_dtype: of the adapter's own weight (own_weights.py); row_ids are int64 [num_rows]. scales_offset:
     of rank_scale [rank] and, on the next multiple of 64 bytes, out_scale [out]; A and B are the projections' then.
+    is_exchanged: as in SliceWeights.
     """
 
     a_offset: int
@@ -93,6 +99,7 @@ class SliceLayout:
     num_rows: int = 0
     weight_dtype: torch.dtype | None = None
     scales_offset: int = ABSENT
+    is_exchanged: bool = False
 
     @property
     def offsets(self) -> tuple[int, int, int, int, int]:
@@ -209,9 +216,9 @@ class PlacedBlock:
 class SlotImage:
     """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [6,
-    n] of its parts inside the block (`SliceLayout.offsets`, then scales_offset), is_shared [n], and rank, scale, dtype
-    [n]. first_rows, layouts: one per block. special_blocks: (first row, layouts) of those with own weights or gains of
-    shared inputs, of embeddings and of heads. vocab_size, rope_factor: as in `SlotTable.vocab_sizes` and
+    n] of its parts inside the block (`SliceLayout.offsets`, then scales_offset), is_shared [n], and rank, scale, dtype,
+    is_exchanged [n]. first_rows, layouts: one per block. special_blocks: (first row, layouts) of those with own weights
+    or gains of shared inputs, of embeddings and of heads. vocab_size, rope_factor: as in `SlotTable.vocab_sizes` and
     `rope_factors`. projections: where A and B of the slices that share them are.
     """
 
@@ -219,7 +226,7 @@ class SlotImage:
     blocks: NDArray[np.int64]
     offsets: NDArray[np.int64]
     is_shared: NDArray[np.bool_]
-    values: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+    values: tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
     first_rows: tuple[int, ...]
     layouts: tuple[tuple[SliceLayout | None, ...], ...]
     facts: Facts

@@ -5,6 +5,7 @@ Every layer gets its kernels as `ops` and the batch as an argument; nothing here
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
+from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ModelWeightError
 from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.protocols import LayerOps
@@ -32,6 +34,7 @@ class LayerSetup:
     device: torch.device
     shard: Shard = field(default_factory=Shard)
     quantization: str | None = None
+    ranks: RankGroup = ONE_RANK
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -253,6 +256,12 @@ class RMSNorm:
     def forward_add(self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual): the step from one block to the next in one call."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def over(self, weight: Tensor) -> RMSNorm:
+        """This norm with another weight."""
+        other = copy.copy(self)
+        other.weight = weight.to(self.weight.dtype)
+        return other
 
     def weight_parts(self) -> Iterator[WeightPart]:
         yield WeightPart(f"{self.name}.weight", tuple(self.weight.shape), self.weight, whole)

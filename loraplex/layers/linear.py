@@ -4,7 +4,7 @@ A linear publishes a `LoraTarget` (name, slices, how it is cut) and the parts of
 weights of its slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Weights are
 shapes on the meta device until `allocate`, when it is the layer's turn to be loaded, and are filled in place. How
 tensors are cut is loraplex/distributed.py, the same rule as for adapters; the sum over ranks after a row-parallel layer
-is not here (one rank today).
+is the decoder's, since adapters' deltas come before it.
 
     column, merged, qkv    y_i = x W_i^T + b_i                   parts side by side = y
                            (k, v replicated when heads are fewer than ranks)
@@ -13,7 +13,9 @@ is not here (one rank today).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ class ParallelLinear:
 
     def __init__(self, target: LoraTarget, has_bias: bool, setup: LayerSetup) -> None:
         out_features = sum(s.out_features for s in target.slices)
-        self.target = target
+        self.target = target = replace(target, is_fully_sharded=setup.ranks.is_fully_sharded)
         self.name = target.name
         self.ops = setup.ops
         self.quantization = setup.quantization
@@ -75,6 +77,17 @@ class ParallelLinear:
             yield WeightPart(f"{s.module_name}.weight", full, self._rows_of(self.weight, s), self._weight_cut(s))
             if self.bias is not None:
                 yield self._bias_part(index, s, self.bias)
+
+    def base_rows(self, first: int, last: int) -> Tensor:
+        """Rows [first, last) bit for bit as they were loaded, where the kernels look rows up in this form
+        (`embeds_prepared`); any thread may call it."""
+        return self.ops.embedding(torch.arange(first, last, device=self.device), self.weight)
+
+    def over(self, weight: LinearWeight, bias: Tensor | None) -> ParallelLinear:
+        """This layer with another weight, which is prepared, and another bias."""
+        other = copy.copy(self)
+        other.weight, other.bias = weight, bias
+        return other
 
     def base_bias(self, module_name: str) -> Tensor | None:
         """This rank's bias of one slice, a view; None when the layer has no biases. KeyError: no such slice."""

@@ -34,8 +34,8 @@ from loraplex.core import (
     Tier,
     WaitsFor,
 )
-from loraplex.errors import AdapterConflictError, ConfigError
-from loraplex.events import EventLog
+from loraplex.errors import AdapterConflictError, AdapterNotFoundError, ConfigError
+from loraplex.events import Detail, EventKind, EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import SlotTable
 from loraplex.memory.care.compaction import Compactor
@@ -45,7 +45,8 @@ from loraplex.memory.care.housekeeping import Housekeeping
 from loraplex.memory.eviction.budget import Budget, HostCache, most_bytes
 from loraplex.memory.eviction.custom import MakePolicy, policy_maker
 from loraplex.memory.eviction.policies import EvictionPolicy
-from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
+from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter, StoredWeights
+from loraplex.memory.residency.slot_changes import SlotChanges
 from loraplex.memory.residency.store import WeightStore
 from loraplex.memory.residency.tiers import DeviceCache, Tiers
 from loraplex.memory.residency.transfers import Transfers
@@ -55,8 +56,9 @@ from loraplex.memory.stats import MemoryLog, chunk_runs, residency_of, resting_t
 from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
 from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
-from loraplex.memory.weights.loading import Loader, LoaderThreads, WeightReader
+from loraplex.memory.weights.loading import Loader, LoaderThreads, Reader, WeightReader, read_weights
 from loraplex.memory.weights.packing import BaseWeights, Packer
+from loraplex.memory.weights.rank_packing import RankPacker
 from loraplex.memory.weights.vocabulary import Ends
 from loraplex.metrics import MemoryReport
 
@@ -73,7 +75,8 @@ class LoRAModelManager:
     (pinned for a GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any
     thread. base: the model's own weights. on_digest_dropped: called by `poll` when the last adapter of a content is
     gone. ask_kv: asks the KV cache for chunks of `arena` (LoRAMemoryPool). make_policy: of the
-    tiers' eviction, if not the one that the config names.
+    tiers' eviction, if not the one that the config names. other_ranks: their targets, by rank from 1 on; they are told
+    `slot_changes`. make_reader: of what brings weights to the host.
     """
 
     def __init__(
@@ -95,25 +98,30 @@ class LoRAModelManager:
         events: EventLog | None = None,
         disk_tier: Callable[[Packer], DiskCache | None] = lambda packer: None,
         make_policy: MakePolicy | None = None,
+        other_ranks: Sequence[Sequence[LoraTarget]] = (),
+        make_reader: Callable[[Packer, Tiers, int], Reader] = WeightReader,
     ) -> None:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base, is_one_memory=host_arena is None)
+        changes = None
+        if other_ranks:
+            packer, changes = RankPacker(targets, backend, compute_dtype, base, other_ranks), SlotChanges()
         self._ends = Ends.of(targets)
-        copies = copies or SynchronousCopies()
-        make_policy = make_policy or policy_maker(lora_config.eviction_policy)
-        new_policy = partial(make_policy, clock)
-        self._tiers = tiers = build_tiers(lora_config, targets, packer, arena, host_arena, copies, new_policy, clock)
+        new_policy = partial(make_policy or policy_maker(lora_config.eviction_policy), clock)
+        self._tiers = tiers = build_tiers(
+            lora_config, targets, packer, arena, host_arena, copies or SynchronousCopies(), new_policy, clock, changes
+        )
         tiers.disk = disk_tier(packer)
         tiers.pool_of(Tier.DEVICE).ask_kv = ask_kv
-        self.table = tiers.device.table  # where kernels find adapters
+        self.table, self.slot_changes = tiers.device.table, changes  # where kernels find adapters
         self.is_shared = tiers.is_shared
         self._loader = loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._log = log = MemoryLog(events or EventLog())
         self._residency = residency = WeightStore(tiers, log)
         self._damage = damage = DamageControl(residency, tiers, log)
-        reader = WeightReader(packer, tiers, lora_config.num_loader_threads)
+        reader = make_reader(packer, tiers, lora_config.num_loader_threads)
         # what a part does whole is that part's own
         self.prepare_step = residency.prepare
         self.victims_for, self.victims_for_mix = residency.victims_for, residency.victims_for_mix
@@ -345,6 +353,32 @@ class LoRAModelManager:
         with self._residency.held():
             return self._residency.in_use_locked(adapter_id).weights.digest
 
+    def ids_of(self, digest: str) -> tuple[int, ...]:
+        """The adapters with this content, those that resolve."""
+        with self._residency.held():
+            weights = self._residency.contents_locked().get(digest)
+            return (
+                () if weights is None else tuple(key for key, each in weights.adapters.items() if not each.is_removed)
+            )
+
+    def read_content(self, digest: str) -> LoRAModel:
+        """The weights of a content once more, from the first source that still has it; in any thread.
+
+        Raises AdapterNotFoundError for an unknown one, SourcesFailedError.
+        """
+        with self._residency.held():
+            weights = self._residency.contents_locked().get(digest)
+            adapters = () if weights is None else tuple(weights.adapters.values())
+        if weights is None or not adapters:
+            raise AdapterNotFoundError(f"no adapter has the content {digest}")
+        return read_weights(weights, adapters)
+
+    def tell(self, kind: EventKind, digest: str, text: str, **details: Detail) -> None:
+        """An event of a content."""
+        with self._residency.held():
+            weights = self._residency.contents_locked().get(digest)
+            self._log.tell(kind, weights or StoredWeights(digest), text, **details)
+
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""
         self._log.alarm = alarm
@@ -389,6 +423,7 @@ def build_tiers(
     copies: CopyEngine,
     new_policy: Callable[[], EvictionPolicy],
     clock: Callable[[], float],
+    changes: SlotChanges | None = None,
 ) -> Tiers:
     """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
     pool = LoRAMemoryPool(arena)
@@ -400,7 +435,7 @@ def build_tiers(
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
     device_pool = None if host_arena is None else pool
     max_bytes = min(lora_config.adapter_memory_bytes, most)
-    device = DeviceCache(table, device_pool, max_bytes, new_policy())
+    device = DeviceCache(table, device_pool, max_bytes, new_policy(), changes)
     is_device_tighter = lora_config.adapter_memory_bytes <= lora_config.host_memory_bytes  # the host's may follow it
     _check_budgets((device, host) if is_device_tighter else (host, device), lora_config, packer)
     return Tiers(host, device, copies, packer.checksums, clock, compressed)

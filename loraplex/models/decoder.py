@@ -11,22 +11,25 @@ gains multiply them in place (layers/lora.py).
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from typing import Any
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from loraplex.core import LoraTarget, Shard
 from loraplex.cpu import CpuUse
+from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.kernels.speedup import KernelShapes, measure_speedups
-from loraplex.kernels.step_batch import AttentionPlan, StepBatch
+from loraplex.kernels.step_batch import AttentionPlan, LayersForward, StepBatch
 from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
 from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
 from loraplex.layers.linear import (
@@ -36,6 +39,7 @@ from loraplex.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    kv_heads_of_shard,
 )
 from loraplex.layers.lora import BaseLayerWithLoRA, with_lora
 from loraplex.metrics import KernelFallback, KernelSpeedup
@@ -51,6 +55,8 @@ SHARED_INPUTS = "adapters have gains on inputs that linears share"
 """Why layers are run without their capture."""
 
 WHOLE = Shard()
+
+Block = TypeVar("Block")
 
 
 class _Linears:
@@ -106,6 +112,7 @@ class SelfAttention:
             )
             self.q_norm, self.k_norm = linears.add_norm(q_norm), linears.add_norm(k_norm)
         self.attention = Attention(head_dim, config.sliding_windows[layer], setup.ops)
+        self.ops, self.ranks = setup.ops, setup.ranks
         self.head_dim = head_dim
         self.head_counts = [s.out_features // head_dim for s in qkv.target.slices]
 
@@ -115,7 +122,8 @@ class SelfAttention:
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.head_counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.forward(q, lora), self.k_norm.forward(k, lora)
-        return self.o_proj.forward(self.attention.forward(q, k, v, rope, kv_layer, plan), lora)
+        out = self.attention.forward(q, k, v, rope, kv_layer, plan)
+        return self.ops.sum_ranks(self.o_proj.forward(out, lora), self.ranks)
 
 
 class MLP:
@@ -129,10 +137,11 @@ class MLP:
         )
         down = RowParallelLinear(f"{name}.down_proj", layer, inner, config.hidden_size, has_bias, setup)
         self.gate_up_proj, self.down_proj = linears.add(gate_up), linears.add(down)
-        self.ops = setup.ops
+        self.ops, self.ranks = setup.ops, setup.ranks
 
     def forward(self, x: Tensor, lora: LoraPlan | None) -> Tensor:
-        return self.down_proj.forward(self.ops.silu_mul(self.gate_up_proj.forward(x, lora)), lora)
+        inner = self.ops.silu_mul(self.gate_up_proj.forward(x, lora))
+        return self.ops.sum_ranks(self.down_proj.forward(inner, lora), self.ranks)
 
 
 class DecoderLayer:
@@ -159,10 +168,49 @@ class DecoderLayer:
         return self.mlp.forward(x, batch.lora), residual
 
 
+class WholeBase(Protocol):
+    """What adapters ask of a base whose ranks have a share each (models/loader.py)."""
+
+    def bias(self, module_name: str) -> Tensor | None: ...
+
+    def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor: ...
+
+
+def _forward_layers(
+    layers: Sequence[DecoderLayer], norm: Norm, x: Tensor, rope: Rope, kv: Tensor, batch: StepBatch
+) -> Tensor:
+    residual = None
+    for index, (layer, kv_layer) in enumerate(zip(layers, kv.unbind(1), strict=True)):
+        if batch.gate is not None:
+            batch.gate.wait_for_layer(index)
+        x, residual = layer.forward(x, residual, rope, kv_layer, batch)
+    assert residual is not None
+    if batch.gate is not None:
+        batch.gate.wait_for_layer(len(layers))  # the head's, too
+    return norm.forward_add(x, residual, batch.lora)[0]
+
+
+def _bare(block: Block, changed: Mapping[str, ParallelLinear | RMSNorm]) -> Block:
+    """A copy of a block, or of a part of it, over the same weights, but for linears and norms that are replaced."""
+    copied = copy.copy(block)
+    for name, part in vars(block).items():
+        if isinstance(part, SelfAttention | MLP):
+            setattr(copied, name, _bare(part, changed))
+        elif isinstance(part, ParallelLinear | RMSNorm | BaseLayerWithLoRA | RMSNormWithLoRA):
+            setattr(copied, name, _bare_part(part, changed))
+    return copied
+
+
+def _bare_part(part: Any, changed: Mapping[str, ParallelLinear | RMSNorm]) -> Any:
+    own = part.base_layer if isinstance(part, BaseLayerWithLoRA | RMSNormWithLoRA) else part
+    return changed.get(own.target.name, own)
+
+
 class Decoder:
     """A causal language model over a paged KV cache. Weights are shapes until loraplex/models/loader.py fills them.
 
-    `enable_lora=False` builds the bare linears: such a model takes no plan with adapters.
+    `enable_lora=False` builds the bare linears: such a model takes no plan with adapters. ranks: those that `shard` is
+    one of. The KV cache of all of them is one tensor, in which each rank has layers of its own.
     """
 
     def __init__(
@@ -174,14 +222,19 @@ class Decoder:
         enable_lora: bool,
         shard: Shard = WHOLE,
         quantization: str | None = None,
+        ranks: RankGroup = ONE_RANK,
     ) -> None:
-        if shard.size != 1:
-            raise ModelConfigError(f"tensor parallelism over {shard.size} ranks is not supported yet; use one")
+        if shard != ranks.shard:
+            raise ModelConfigError(f"a shard of {shard.size} ranks needs the others; {ranks.shard.size} is there")
+        check_shares(config, shard.size, ranks.is_fully_sharded)
         self._ops = ops
-        setup = LayerSetup(ops, dtype, device, shard, quantization)
+        setup = LayerSetup(ops, dtype, device, shard, quantization, ranks)
+        self._ranks, self._shard = ranks, shard
         self.config, self.dtype, self.device = config, dtype, device
         self.weights_name = ""
         """Names the weights and their form: equal names, equal numbers. Set when they are loaded."""
+        self.whole_weights: WholeBase | None = None
+        """Of all ranks, set when they are loaded; None: this is the only one."""
         self.activation_dtype = setup.activation_dtype
         self._linears = _Linears(enable_lora)
         self._table: SlotTable | None = None
@@ -198,23 +251,36 @@ class Decoder:
         self._embedding = VocabParallelEmbeddingWithLoRA(self.embed_tokens)
         self._head = LogitsProcessorWithLoRA(self.lm_head)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, setup)
-        self._run_layers = self._ops.captured(self._forward_layers)
+        self._run_layers = self._captured()
         self._linear_of = {s.module_name: linear for linear in self._linears.bare for s in linear.target.slices}
 
-    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: StepBatch, kv: Tensor, merged: LayersForward | None = None) -> Tensor:
         """Hidden states [T, hidden] after the last norm; keys and values of the step's tokens are written to `kv`.
 
         kv: `kv_shape(...)`, float32, float16 or bfloat16; blocks that no table of the batch names may hold anything.
+        merged: layers that have in them what the batch's adapter changes there; its embedding comes with the plan.
         """
+        with self._ranks.step(batch):
+            return self._forward(batch, kv, merged)
+
+    def _forward(self, batch: StepBatch, kv: Tensor, merged: LayersForward | None) -> Tensor:
+        num_layers = len(self.layers)
+        kv = kv[:, self._shard.rank * num_layers : (self._shard.rank + 1) * num_layers]
         rope = self.rotary_emb.forward(batch.positions, batch.rope_factors)
         if batch.gate is not None:
             batch.gate.wait_for_layer(self.embed_tokens.target.layer)
-        x = self._embedding.forward(batch.token_ids, batch.lora)
+        x = self._ranks.sum(self._embedding.forward(batch.token_ids, batch.lora))
+        if merged is not None:
+            return merged(x, rope, kv, replace(batch, lora=None))
         reason = self._reason_against_capture(batch.lora)
         if reason is not None:
             self._own_steps[reason] += 1
             return self._forward_layers(x, rope, kv, batch)
         return self._run_layers(x, rope, kv, batch)
+
+    def _captured(self, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
+        """Where sums over ranks are operators of the backend."""
+        return self._ops.captured(self._forward_layers, on_seconds) if self._ranks.is_captured else self._forward_layers
 
     def _reason_against_capture(self, lora: LoraPlan | None) -> str | None:
         """What an adapter of the step has that is in no captured layers; None: nothing."""
@@ -226,15 +292,17 @@ class Decoder:
         return None
 
     def _forward_layers(self, x: Tensor, rope: Rope, kv: Tensor, batch: StepBatch) -> Tensor:
-        residual = None
-        for index, (layer, kv_layer) in enumerate(zip(self.layers, kv.unbind(1), strict=True)):
-            if batch.gate is not None:
-                batch.gate.wait_for_layer(index)
-            x, residual = layer.forward(x, residual, rope, kv_layer, batch)
-        assert residual is not None
-        if batch.gate is not None:
-            batch.gate.wait_for_layer(len(self.layers))  # the head's, too
-        return self.norm.forward_add(x, residual, batch.lora)[0]
+        return _forward_layers(self.layers, self.norm, x, rope, kv, batch)
+
+    def captured_over(
+        self, changed: Mapping[str, ParallelLinear | RMSNorm], on_seconds: Callable[[str, float], None] | None = None
+    ) -> LayersForward:
+        """The layers without LoRA, some linears and norms replaced, by their targets' names: for `forward`.
+
+        on_seconds: as `measure_operators` has it.
+        """
+        layers, norm = [_bare(layer, changed) for layer in self.layers], _bare_part(self.norm, changed)
+        return self._ops.captured(partial(_forward_layers, layers, norm), on_seconds)
 
     @property
     def workspace_nbytes(self) -> int:
@@ -266,6 +334,27 @@ class Decoder:
 
         With tokens that adapters of the segments added there are more columns: -inf beyond the vocabulary of a row.
         """
+        with self._ranks.logits(hidden):
+            return self._ranks.side_by_side(self._compute_logits(hidden, segments))
+
+    def expect_logits(self, rows: Tensor) -> None:
+        """The next `forward` is followed by `compute_logits` of these rows of it, and by nothing else."""
+        self._ranks.expect_logits(rows)
+
+    @property
+    def num_ranks(self) -> int:
+        """That share its layers."""
+        return self._shard.size
+
+    def close(self) -> None:
+        """End the ranks that this one leads."""
+        self._ranks.close()
+
+    def check_ranks(self) -> None:
+        """Raises DeviceLostError when a rank has ended."""
+        self._ranks.check()
+
+    def _compute_logits(self, hidden: Tensor, segments: Sequence[LoraSegment]) -> Tensor:
         table = self._table
         wanted = [] if table is None else [each for each in segments if each.lora_slot in table.head_slots]
         if not wanted:
@@ -284,9 +373,11 @@ class Decoder:
         return vocab_size if self._table is None else self._table.vocab_sizes.get(lora_slot, vocab_size)
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int, int]:
-        """[num_blocks, num_layers, keys and values, kv_heads, block_size, head_dim] of the KV cache."""
-        config = self.config
-        return (num_blocks, config.num_hidden_layers, 2, config.num_key_value_heads, block_size, config.head_dim)
+        """[num_blocks, num_layers, keys and values, kv_heads, block_size, head_dim] of the KV cache: of all ranks, one
+        rank's layers behind those of the rank before."""
+        config, size = self.config, self._shard.size
+        kv_heads = kv_heads_of_shard(config.num_key_value_heads, self._shard)
+        return (num_blocks, size * config.num_hidden_layers, 2, kv_heads, block_size, config.head_dim)
 
     def lora_targets(self) -> tuple[LoraTarget, ...]:
         """What an adapter may act on: every linear layer by layer, then the norms and the ends of the vocabulary."""
@@ -300,17 +391,18 @@ class Decoder:
             raise ModelConfigError(
                 "the model was built without LoRA (enable_lora=False): no adapters can be bound to it"
             )
+        table.collectives = self._ranks.collectives
         for linear in self._linears.wrapped:
             linear.set_lora_info(table, backend)
         for layer in (*self._linears.wrapped_norms, self._embedding, self._head):
             layer.set_lora_info(table, backend)
         self._table = table
-        self._run_layers = self._ops.captured(self._forward_layers)
+        self._run_layers = self._captured()
 
     def measure_operators(self, on_seconds: Callable[[str, float], None] | None) -> None:
         """Tell `on_seconds(operator, seconds)` from now on; None: no longer. A backend with its own forward tells
         nothing."""
-        self._run_layers = self._ops.captured(self._forward_layers, on_seconds)
+        self._run_layers = self._captured(on_seconds)
 
     def measure_kernels(self, dtype: torch.dtype, device: torch.device, block_size: int) -> tuple[KernelSpeedup, ...]:
         """Each kernel beside its fallback, on this model's shapes. dtype: of the weights."""
@@ -328,12 +420,28 @@ class Decoder:
         )
         return measure_speedups(self._ops, shapes)
 
+    @property
+    def linears(self) -> Sequence[ParallelLinear]:
+        """Of all layers, in order, without LoRA. norms: likewise."""
+        return self._linears.bare
+
+    @property
+    def norms(self) -> Sequence[RMSNorm]:
+        return self._linears.norms
+
     def base_bias(self, module_name: str) -> Tensor | None:
-        """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none."""
+        """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none.
+
+        With several ranks this and the norms of rows are those of the whole module.
+        """
+        if self.whole_weights is not None:
+            return self.whole_weights.bias(module_name)
         return self._linear_of[module_name].base_bias(module_name)
 
     def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
         """As `ParallelLinear.row_norms`; on a GPU beside the steps, which do not wait for it."""
+        if self.whole_weights is not None:
+            return self.whole_weights.row_norms(module_name, lora_a, lora_b, scaling)
         layer = self.lm_head if module_name == self.lm_head.name else self._linear_of[module_name]
         with self._beside_steps():
             return layer.row_norms(module_name, lora_a, lora_b, scaling)
@@ -363,3 +471,20 @@ class Decoder:
         """Every tensor that the checkpoint has to have, and where it goes."""
         for layer in self.weighted_layers():
             yield from layer.weight_parts()
+
+
+def check_shares(config: ModelConfig, num_ranks: int, is_fully_sharded: bool) -> None:
+    """ModelConfigError for a model that `num_ranks` ranks cannot share evenly."""
+    kv_heads = config.num_key_value_heads
+    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    sizes |= {"vocab_size": config.vocab_size}
+    if is_fully_sharded:
+        sizes["hidden_size"] = config.hidden_size
+    if kv_heads > num_ranks or num_ranks % kv_heads:  # else a head is on several ranks
+        sizes["num_key_value_heads"] = kv_heads
+    for name, size in sizes.items():
+        if size % num_ranks:
+            raise ModelConfigError(
+                f"{name} of the model is {size}, which {num_ranks} ranks cannot share evenly; lower "
+                "tensor_parallel_size"
+            )

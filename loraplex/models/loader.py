@@ -10,6 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters.merging.base import MergedAdapter
+from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ConfigError, ModelWeightError
 from loraplex.kernels.protocols import KernelBackend
 from loraplex.layers.common import WeightedLayer, WeightPart
@@ -40,6 +42,10 @@ class WeightSource(Protocol):
         """Allocate, fill and prepare layer after layer: at most one is in memory twice, as read and as kept."""
         ...
 
+    def whole(self, part: WeightPart) -> torch.Tensor:
+        """All ranks' part, in the dtype of its destination; in any thread."""
+        ...
+
 
 def load_model(
     path: str | Path,
@@ -54,6 +60,7 @@ def load_model(
     quantization: str | None = None,
     packed_cache: PackedCache | None = None,
     merged: MergedAdapter | None = None,
+    ranks: RankGroup = ONE_RANK,
 ) -> Decoder:
     """Build the decoder and fill it. load_format: "auto" (safetensors in `path`) or "dummy" (random, from `seed`).
 
@@ -63,7 +70,7 @@ def load_model(
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
-    model = Decoder(config, ops, dtype, device, enable_lora, quantization=quantization)
+    model = Decoder(config, ops, dtype, device, enable_lora, quantization=quantization, shard=ranks.shard, ranks=ranks)
     name = checkpoint_name(Path(path)) if load_format == "auto" else f"random-{seed}"
     model.weights_name = f"{name} {dtype} {quantization}"
     layers = model.weighted_layers()
@@ -72,6 +79,8 @@ def load_model(
     source: WeightSource = (
         DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config, merged)
     )
+    if ranks.shard.size > 1:
+        model.whole_weights = WholeWeights(source, layers)
     source.load_into(layers, progress or _no_progress)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of layers as they came; what is free is measured next
@@ -94,6 +103,32 @@ class _Counted:
     def add(self, part: WeightPart) -> None:
         self._done += part.destination.nbytes
         self._progress(self._done, self._total)
+
+
+class WholeWeights:
+    """What adapters ask of a base of several ranks: read again each time, so that no rank keeps more than its share."""
+
+    def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer]) -> None:
+        """The layers have no memory yet."""
+        self._source = source
+        self._parts = {
+            part.name: replace(part, destination=_shape(part)) for la in layers for part in la.weight_parts()
+        }
+
+    def bias(self, module_name: str) -> torch.Tensor | None:
+        part = self._parts.get(f"{module_name}.bias")
+        return None if part is None else self._source.whole(part)
+
+    def row_norms(self, module_name: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """As `ParallelLinear.row_norms`, of whole rows."""
+        weight = self._source.whole(self._parts[f"{module_name}.weight"]).float()
+        rows = torch.addmm(weight, lora_b.float(), lora_a.float(), alpha=scaling)
+        norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms
+
+
+def _shape(part: WeightPart) -> torch.Tensor:
+    return torch.empty(part.shape, dtype=part.destination.dtype, device="meta")
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
@@ -122,6 +157,13 @@ class Checkpoint:
                     counted.add(part)
                 layer.prepare()
             self._check_tied_head(where)
+
+    def whole(self, part: WeightPart) -> torch.Tensor:
+        index = self.path / INDEX_FILE
+        name = _read_index(index)[part.name] if index.exists() else WEIGHTS_FILE
+        with _open(self.path / name) as file:
+            tensor: torch.Tensor = file.get_tensor(part.name).to(part.destination.dtype)
+        return tensor
 
     def _file_names(self) -> list[str]:
         index = self.path / INDEX_FILE
@@ -222,8 +264,16 @@ class DummyWeights:
                 counted.add(part)
             layer.prepare()
 
+    def whole(self, part: WeightPart) -> torch.Tensor:
+        tensor = torch.empty(part.shape, dtype=part.destination.dtype, device=self._table.device)
+        self._fill(replace(part, destination=tensor))
+        return tensor
+
     def _fill(self, part: WeightPart) -> None:
-        """destination[i] = deviation * table[(start + i) mod TABLE_SIZE] in row-major order."""
+        """full[i] = deviation * table[(start + i) mod TABLE_SIZE] in row-major order, of which a rank has its share."""
+        if part.destination.shape != torch.Size(part.shape):
+            part.destination.copy_(part.cut(self.whole(part)))
+            return
         flat, filled = part.destination.view(-1), 0
         if len(part.shape) == 1 and "norm" in part.name:
             flat.fill_(1.0)

@@ -55,7 +55,7 @@ class PackedCache:
 
     def restore(self, layers: Sequence[WeightedLayer]) -> bool:
         """Map the weights of every layer from the file; False, and nothing changed, when there is no such file."""
-        if not self.file.exists():
+        if not os.path.exists(self.file):  # False for what cannot be a path, too
             return False
         try:
             with safe_open(self.file, framework="pt") as opened:
@@ -119,15 +119,6 @@ def wait_until_saved() -> None:
     """Until every file that this process is writing is there. What a process that ends before has written is lost."""
     for thread in list(_writers.values()):
         thread.join()
-
-
-def default_folder() -> Path | None:
-    """$LORAPLEX_CACHE, or loraplex in the user's cache folder; None when $LORAPLEX_CACHE is `none`: nothing is to be
-    kept on disk."""
-    own = os.environ.get("LORAPLEX_CACHE")
-    if own:
-        return None if own == "none" else Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"
 
 
 def checkpoint_name(checkpoint: Path) -> str:

@@ -20,7 +20,8 @@ DEVICE_PART = "device"
 other parts are the host's: this one is beside them."""
 
 KERNEL_PARTS = ("gemm", "lora", "attention", "glue")
-"""What `forward` is made of, beside the Python between the kernels. glue: norms, rotary with the KV write, SiLU."""
+"""What `forward` is made of, beside the Python between the kernels. glue: norms, rotary with the KV write, SiLU, sums
+over ranks and waiting for them."""
 
 
 class Profiler:

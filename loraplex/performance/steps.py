@@ -66,6 +66,16 @@ class StepProfile:
     sums: tuple[StepSums, ...] = ()
     timeline: Timeline = field(default_factory=Timeline)
 
+    @classmethod
+    def of_all(cls, profiles: Sequence[StepProfile]) -> StepProfile:
+        """Of several engines at the same time; `seconds` are the sum of theirs."""
+        timeline = Timeline()
+        for each in profiles:
+            for index, num_tokens in enumerate(each.timeline.num_tokens):
+                timeline.add(index * each.timeline.stretch_s, num_tokens)
+        sums = (sums for each in profiles for sums in each.sums)
+        return cls(sum(each.seconds for each in profiles), tuple(sums), timeline)
+
     @property
     def num_steps(self) -> int:
         return sum(each.num_steps for each in self.sums)

@@ -45,6 +45,7 @@ from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
+from loraplex.server.streaming import until_disconnect
 from loraplex.server.verb_turns import VerbTurns
 
 P = ParamSpec("P")
@@ -331,11 +332,12 @@ class AdapterRoutes:
 
     @requires(Access.VERB)
     async def export(self, name: str, request: Request) -> Response:
-        """Write what is served to a new folder in the directory of --adapter-output-dir, as peft reads it."""
+        """Write what is served to a new folder in the directory of --adapter-output-dir, as peft reads it. It ends with
+        its client's connection."""
         self._registry(f"adapter {clipped(name)!r} was to be exported")
         self._check_can_write()
         async with self._loads.of(client_of(request)):
-            return _json(ExportReply.of(await self._context.maker.export(name)))
+            return _json(ExportReply.of(await until_disconnect(request, self._context.maker.export(name))))
 
     def _check_can_write(self) -> None:
         if self._context.maker.folder is None:

@@ -1,6 +1,7 @@
 """Where the load routes may read. The operator's own adapters (--lora-modules) are not bound to it.
 
-A root is a directory, or `hf://` (any hub repository) or `hf://ORG` (those of one organisation). Symbolic links are
+A root is a directory, or `hf://` (any hub repository) or `hf://ORG` (those of one organisation), or
+`s3://BUCKET[/PREFIX]` (what is below that prefix of an object store). Symbolic links are
 resolved first, of the adapter's directory and of the files in it; nothing is said about what lies outside, nor where
 the roots are: the log has that.
 """
@@ -11,7 +12,8 @@ import logging
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder, read_files
-from loraplex.adapters.hub import HUB_PREFIX, HubAdapter
+from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter
+from loraplex.adapters.remote.object_store import ObjectAdapter
 from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, shortened, shown
 from loraplex.server.config import ServerConfig
 
@@ -27,7 +29,11 @@ class AdapterRoots:
         """Raises AdapterPathForbiddenError, and AdapterPathNotFoundError for a hub id that cannot be; both name the
         field that the path came in. Touches the disk: call it in a thread."""
         try:
-            self._check(path, HubAdapter.parse(path))
+            stored = ObjectAdapter.parse(path)
+            if stored is not None:
+                self._check_stored(path, stored)
+            else:
+                self._check(path, HubAdapter.parse(path))
         except AdapterLoadError as error:
             error.param = field
             raise
@@ -42,6 +48,14 @@ class AdapterRoots:
             what = f"its {outside} leads" if outside else "is"
             raise AdapterPathForbiddenError(
                 f"adapter {shown(path)} {what} outside what this server may load: {self._advice()}"
+            )
+
+    def _check_stored(self, path: str, stored: ObjectAdapter) -> None:
+        roots = None if self._roots is None else [ObjectAdapter.parse(root) for root in self._roots]
+        if roots is not None and not any(root is not None and stored.is_below(root) for root in roots):
+            _log.info("adapter %.200r is refused: it leads outside %s", path, self._roots)
+            raise AdapterPathForbiddenError(
+                f"adapter {shown(path)} is outside what this server may load: {self._advice()}"
             )
 
     def _outside_hub(self, repo: str) -> str | None:

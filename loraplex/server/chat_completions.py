@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
@@ -22,9 +22,10 @@ from loraplex.server.responses import (
     Usage,
     UsageCounter,
     encode,
+    written_text,
 )
 from loraplex.server.schemas import ChatCompletionRequest
-from loraplex.server.streaming import sse
+from loraplex.server.streaming import in_pieces, sse
 
 
 class ChatRenderer:
@@ -54,20 +55,22 @@ class ChatRenderer:
         )
         return encode(reply)
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Events for what is new, b"" for nothing. The first one of a choice has the role and no text."""
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
+        """Events for what is new, in pieces that are made one at a time. The first event of a choice has the role and
+        no text."""
         self._usage.add(prompt_index, output)
-        events = []
+        return in_pieces(self._events(output))
+
+    def _events(self, output: RequestOutput) -> Iterator[bytes]:
         for each in output.outputs:
             cursor = self._cursors[each.index]
             if not cursor.has_started:
                 cursor.has_started = True
                 opening = ChatChunkChoice(each.index, ChatDelta("assistant", ""))
-                events.append(self._chunk([opening], output.prompt_token_ids))
+                yield self._chunk([opening], output.prompt_token_ids)
             if cursor.is_behind(each) or (each.finish_reason is not None and not cursor.has_finished):
                 cursor.has_finished = each.finish_reason is not None
-                events.append(self._chunk([self._chunk_choice(each, cursor.advance(each))]))
-        return b"".join(events)
+                yield self._chunk([self._chunk_choice(each, cursor.advance(each), AnswerRoom())])
 
     def last_chunk(self) -> bytes:
         """The usage chunk, if it was asked for."""
@@ -104,25 +107,25 @@ class ChatRenderer:
         delta = Cursor().advance(completion)
         return ChatChoice(
             index=completion.index,
-            message=ChatMessageReply(delta.text),
+            message=ChatMessageReply(written_text(delta.text, room)),
             logprobs=self._logprobs(delta, room),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
         )
 
-    def _chunk_choice(self, completion: CompletionOutput, delta: Delta) -> ChatChunkChoice:
+    def _chunk_choice(self, completion: CompletionOutput, delta: Delta, room: AnswerRoom) -> ChatChunkChoice:
         is_finished = completion.finish_reason is not None
         return ChatChunkChoice(
             index=completion.index,
-            delta=ChatDelta(content=delta.text),
-            logprobs=self._logprobs(delta),
+            delta=ChatDelta(content=written_text(delta.text, room)),
+            logprobs=self._logprobs(delta, room),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason if is_finished else UNSET,
             token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
         )
 
-    def _logprobs(self, delta: Delta, room: AnswerRoom | None = None) -> ChatLogprobs | None:
+    def _logprobs(self, delta: Delta, room: AnswerRoom) -> ChatLogprobs | None:
         if not self._request.logprobs or delta.logprobs is None:
             return None
         known = [candidates for candidates in delta.logprobs if candidates is not None]

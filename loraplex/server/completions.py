@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
@@ -19,9 +19,10 @@ from loraplex.server.responses import (
     Usage,
     UsageCounter,
     encode,
+    written_text,
 )
 from loraplex.server.schemas import CompletionRequest
-from loraplex.server.streaming import sse
+from loraplex.server.streaming import in_pieces, sse
 
 
 class CompletionRenderer:
@@ -42,17 +43,18 @@ class CompletionRenderer:
             choices += [self._choice(prompt_index, output, each, room) for each in output.outputs]
         return encode(self._completion(choices, self._usage.usage()))
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Events for what is new, b"" for nothing."""
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
+        """Events for what is new, in pieces that are made one at a time."""
         self._usage.add(prompt_index, output)
-        events = []
+        return in_pieces(self._events(prompt_index, output))
+
+    def _events(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
         for each in output.outputs:
             cursor = self._cursor(prompt_index, each)
             if self._has_news(cursor, each):
                 cursor.has_finished = each.finish_reason is not None
-                choice = self._choice(prompt_index, output, each)
-                events.append(sse(encode(self._completion([choice], self._chunk_usage()))))
-        return b"".join(events)
+                choice = self._choice(prompt_index, output, each, AnswerRoom())
+                yield sse(encode(self._completion([choice], self._chunk_usage())))
 
     def last_chunk(self) -> bytes:
         """The usage chunk, if it was asked for."""
@@ -81,7 +83,7 @@ class CompletionRenderer:
         return prompt_index * self._request.n + output.index
 
     def _choice(
-        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, room: AnswerRoom | None = None
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, room: AnswerRoom
     ) -> CompletionChoice:
         request, cursor = self._request, self._cursor(prompt_index, completion)
         delta = self._delta(prompt_index, output, completion, cursor)
@@ -91,7 +93,7 @@ class CompletionRenderer:
             cursor.text_offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return CompletionChoice(
             index=self._index(prompt_index, completion),
-            text=delta.text,
+            text=written_text(delta.text, room),
             logprobs=logprobs,
             finish_reason=_finish_reason(completion, request.is_echo_only),
             stop_reason=None if request.is_echo_only else completion.stop_reason,
@@ -118,15 +120,13 @@ class CompletionRenderer:
     def _tokenizer(self, prompt_index: int) -> TokenizerSurface:
         return tokenizer_of(self._generation.items[prompt_index].target.text)
 
-    def _logprobs(
-        self, prompt_index: int, delta: Delta, cursor: Cursor, room: AnswerRoom | None
-    ) -> CompletionLogprobs | None:
+    def _logprobs(self, prompt_index: int, delta: Delta, cursor: Cursor, room: AnswerRoom) -> CompletionLogprobs | None:
         if self._request.logprobs is None or delta.logprobs is None:
             return None
         texts = TokenTexts(self._tokenizer(prompt_index), self._request.return_tokens_as_token_ids)
         return completion_logprobs(delta.token_ids, delta.logprobs, texts, cursor.text_offset, room)
 
-    def _prompt_logprobs(self, output: RequestOutput, room: AnswerRoom | None) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, output: RequestOutput, room: AnswerRoom) -> PromptLogprobs | UnsetType:
         if self._request.prompt_logprobs is None or output.prompt_logprobs is None:
             return UNSET
         return prompt_logprobs(output.prompt_logprobs, room)

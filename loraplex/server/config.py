@@ -5,15 +5,23 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
 from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
-from loraplex.config import setting
-from loraplex.errors import ConfigError
+from loraplex.adapters.remote.hub import HUB_PREFIX
+from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
+from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setting
+from loraplex.errors import AdapterPathNotFoundError, ConfigError
+from loraplex.frontend.runners.settings import RunnerSettings
 from loraplex.private_folder import private_folder
 from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
+
+DATABASE_VARIABLE = "LORAPLEX_DATABASE_URL"
+MIN_DATABASE_PATIENCE_S = 0.5
+"""The database is asked every 0.2 s."""
 
 MIN_ENGINE_TIMEOUT_S = 3.0
 """An idle engine is heard about once a second."""
@@ -22,6 +30,7 @@ _HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9A-Fa-f:.]+\]?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 _NO_HOST = "allowed_hosts has {!r}; write a name without scheme and port, such as api.example.com"
 _NO_ORIGIN = "cors_allowed_origins has {!r}; write scheme://host[:port] without a path, such as https://app.example.com"
+_NO_ROOT = "adapter_roots has {!r}, which is no place in an object store; write s3://bucket or s3://bucket/prefix"
 ON_BAD_ADAPTER = ("refuse", "skip")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -94,6 +103,22 @@ class ServerSettings:
         "directory where adapters' names, versions, pins and counters outlive the server (default: nowhere)",
         group="Server",
     )
+    database_url: str | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "help": "PostgreSQL database where servers of one base model share adapters' names, versions, pins and "
+            "counters; other users see a password in the list of processes, the variable LORAPLEX_DATABASE_URL is "
+            "better (default: none)",
+            "group": None,
+            "flag": None,
+        },
+    )
+    database_patience_s: float = setting(
+        DEFAULT_DATABASE_PATIENCE_S,
+        "time without an answer of the database after which adapters are refused, since another server may have "
+        "changed them",
+    )
     adapter_output_dir: str | None = setting(
         None,
         "directory for adapters that merges and exports make, one folder each (default: such requests are refused)",
@@ -108,6 +133,26 @@ class ServerSettings:
     max_event_streams: int = setting(
         64, "most clients of GET /v1/events at a time; others are answered with 503", group="Limits"
     )
+    data_parallel_size: int | None = setting(
+        None,
+        "engine processes behind this server, each with the model and memory of its own (vLLM's name; default: as many "
+        "as --devices, or 1)",
+        group="Engine process",
+    )
+    devices: str | None = setting(
+        None, "device of each engine process, such as cuda:0,cuda:1 or cpu:0,cpu:1 (CPUs share the threads out)"
+    )
+    placement: str = setting(
+        "latency",
+        "choice of the engine process for a request: latency (least estimated time to the first token), pack (the "
+        "busiest with room), spread (the shortest queue)",
+    )
+    min_runners: int | None = setting(
+        None,
+        "least engine processes that run; others end while the load does not need them, and their requests move to the "
+        "rest (default: all of them run)",
+    )
+    runner_idle_s: float = setting(60.0, "time without requests until an engine process beyond --min-runners ends")
     engine_timeout_s: float = setting(
         60.0,
         "seconds of silence until the engine process is killed and restarted; ten times as long for one that computes",
@@ -143,6 +188,7 @@ class ServerSettings:
     access_log: bool = setting(True, "a log line for each request")
 
     def __post_init__(self) -> None:
+        assert self.runners.count, "what is wrong with them was raised"
         _refuse_first(
             [
                 (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
@@ -190,11 +236,18 @@ class ServerSettings:
                     "adapter_output_dir is empty; give a directory, or leave it out",
                 ),
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
-                (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
+                *self._state_checks(),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
                 (self.log_format in LOG_FORMATS, f"log_format must be one of {LOG_FORMATS}, got {self.log_format!r}"),
             ]
+        )
+
+    @property
+    def runners(self) -> RunnerSettings:
+        """The engine processes. Raises ConfigError."""
+        return RunnerSettings(
+            self.data_parallel_size, self.devices, self.placement, self.min_runners, self.runner_idle_s
         )
 
     def _connection_checks(self) -> list[tuple[bool, str]]:
@@ -204,6 +257,16 @@ class ServerSettings:
             "max_connections_per_ip": self.max_connections_per_ip,
         }
         return [(limit is None or limit >= 1, f"{name} must be >= 1, got {limit}") for name, limit in limits.items()]
+
+    def _state_checks(self) -> list[tuple[bool, str]]:
+        return [
+            (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
+            (self.database_url != "", "database_url is empty; give postgresql://user@host/name, or leave it out"),
+            (
+                MIN_DATABASE_PATIENCE_S <= self.database_patience_s < inf,
+                f"database_patience_s must be >= {MIN_DATABASE_PATIENCE_S:g}, got {self.database_patience_s}",
+            ),
+        ]
 
     def _tls_checks(self) -> list[tuple[bool, str]]:
         is_on = self.ssl_certfile is not None
@@ -236,8 +299,8 @@ class ServerConfig(ServerSettings):
     )
     adapter_roots: tuple[str, ...] | None = setting(
         None,
-        "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, "
-        "else nothing)",
+        "directories that the load routes may read, hf://ORG for hub ids, or s3://BUCKET/PREFIX for an object store "
+        "(default: anything on a loopback host, else nothing)",
     )
 
     def __post_init__(self) -> None:
@@ -262,6 +325,7 @@ class ServerConfig(ServerSettings):
                     "compared",
                 ),
                 (all(self.adapter_roots or ()), "adapter_roots has an empty directory"),
+                *((_is_root(root), _NO_ROOT.format(root)) for root in self.adapter_roots or ()),
             ]
         )
 
@@ -317,7 +381,23 @@ class ServerConfig(ServerSettings):
     def local_adapter_roots(self) -> tuple[Path, ...] | None:
         """The directories among `allowed_adapter_roots`, symbolic links resolved."""
         roots = self.allowed_adapter_roots
-        return None if roots is None else tuple(Path(root).resolve() for root in roots if not root.startswith("hf://"))
+        local = (root for root in roots or () if not root.startswith((HUB_PREFIX, OBJECT_PREFIX)))
+        return None if roots is None else tuple(Path(root).resolve() for root in local)
+
+
+def registry_database(
+    config: ServerSettings, environment: MutableMapping[str, str] = os.environ
+) -> RegistryDatabase | None:
+    """The variable is removed: child processes inherit the environment. Raises ConfigError beside a state directory."""
+    of_environment = environment.pop(DATABASE_VARIABLE, None)
+    url = config.database_url or of_environment
+    if url is None:
+        return None
+    if config.state_dir is not None:
+        raise ConfigError("state_dir and database_url are two places for the same names; give one of them")
+    if not url:
+        raise ConfigError(f"{DATABASE_VARIABLE} is set and empty; unset it, or give postgresql://user@host/name")
+    return RegistryDatabase(url, config.database_patience_s)
 
 
 def output_folder(config: ServerSettings) -> Path | None:
@@ -331,6 +411,13 @@ def output_folder(config: ServerSettings) -> Path | None:
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"the folder of made adapters {folder} cannot be written to: {remedy}")
     return folder
+
+
+def _is_root(root: str) -> bool:
+    try:
+        return not root.startswith(OBJECT_PREFIX) or ObjectAdapter.parse(root) is not None
+    except AdapterPathNotFoundError:
+        return False
 
 
 def _refuse_first(checks: list[tuple[bool, str]]) -> None:

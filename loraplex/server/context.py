@@ -51,6 +51,22 @@ class ServerContext:
     keys: KeyRing
     maker: AdapterMaker
 
+    @property
+    def num_endless(self) -> int:
+        """Requests that only `close` ends."""
+        return self.event_streams.num_open
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.in_flight)
+
+    def close(self) -> None:
+        self.event_streams.close()
+        self.maker.close()
+
+    async def end_requests(self) -> None:
+        await self.in_flight.abort_all()
+
     @asynccontextmanager
     async def targets(
         self, choices: Sequence[AdapterChoice], client: str

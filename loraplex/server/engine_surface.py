@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry
+from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 
@@ -97,6 +97,21 @@ class HealthSurface(Protocol):
     @property
     def message(self) -> str: ...
 
+    @property
+    def num_serving(self) -> int:
+        """Of the runners."""
+        ...
+
+    @property
+    def num_released(self) -> int:
+        """Of the runners: those that the load does not need."""
+        ...
+
+    @property
+    def database(self) -> DatabaseHealth | None:
+        """Of the names that several servers share; None: this one has names of its own."""
+        ...
+
 
 class EngineSurface(Protocol):
     """`registry` is None when LoRA is off. Verbs raise errors of errors.py."""
@@ -156,7 +171,16 @@ class EngineSurface(Protocol):
         """Run a registry's verb in a thread: `await engine.on_registry(LoRARegistry.pin, "sql")`. Raises its errors."""
         ...
 
-    async def stats(self) -> EngineStats: ...
+    async def stats(self) -> EngineStats:
+        """Of all runners together."""
+        ...
+
+    @property
+    def num_runners(self) -> int: ...
+
+    async def runner_reports(self) -> Sequence[RunnerReport]:
+        """Each runner: one that does not answer has no figures."""
+        ...
 
     @property
     def is_profiling(self) -> bool: ...

@@ -294,14 +294,17 @@ class Cursor:
         self.has_finished = False
 
     def is_behind(self, output: CompletionOutput) -> bool:
-        return len(output.token_ids) > self._num_tokens or len(output.text) > self._num_chars
+        return len(output.token_ids) > self._num_tokens or output.num_chars > self._num_chars
 
     def advance(self, output: CompletionOutput) -> Delta:
         logprobs = None if output.logprobs is None else tuple(output.logprobs[self._num_tokens :])
         delta = Delta(
-            output.text[self._num_chars :], tuple(output.token_ids[self._num_tokens :]), logprobs, not self.has_started
+            output.text_from(self._num_chars),
+            tuple(output.token_ids[self._num_tokens :]),
+            logprobs,
+            not self.has_started,
         )
-        self._num_chars = len(output.text)
+        self._num_chars = output.num_chars
         self._num_tokens = len(output.token_ids)
         self.has_started = True
         return delta

@@ -13,8 +13,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from loraplex import __version__
+from loraplex.adapters.registry import DatabaseState
 from loraplex.core import SamplingParams
-from loraplex.errors import EngineOverloadedError, LoraplexError
+from loraplex.errors import EngineDeadError, EngineOverloadedError, LoraplexError
 from loraplex.server.access import Access, GuardedRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
@@ -36,19 +37,34 @@ STEP_POLL_S = 0.05
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`status`: ok; busy for a probe that had no turn beside others. probe_ms: how long its token took."""
+    """`status`: ok; busy for a probe that had no turn beside others; degraded while some of several runners take no
+    requests, or the database is away. probe_ms: how long its token took. runners, serving, released: how many there
+    are, serve and were ended since the load does not need them, if several. database, with --database-url: connected;
+    down: verbs are refused; silent: adapters are refused, too. database_away_s: since when.
+    """
 
     status: str
     probe_ms: float | None = None
+    runners: int | None = None
+    serving: int | None = None
+    released: int | None = None
+    database: str | None = None
+    database_away_s: float | None = None
 
 
-class Version(msgspec.Struct, frozen=True):
+class Version(msgspec.Struct, frozen=True, omit_defaults=True):
+    """runners: how many engine processes there are, where there are several."""
+
     version: str
     backend: str
+    runners: int = 1
 
 
 class Shared(Generic[T]):
-    """`work` for all that ask: one run at a time, whose outcome is kept for KEPT_S. For routes that need no key."""
+    """`work` for all that ask: one run at a time, whose outcome is kept for KEPT_S. For routes that need no key.
+
+    The death of an engine is not kept: work that begins later meets one that serves again.
+    """
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._work = work
@@ -64,8 +80,9 @@ class Shared(Generic[T]):
 
     def _note_end(self, run: asyncio.Task[T]) -> None:
         self._ended_s = time.monotonic()
-        if not run.cancelled():
-            run.exception()  # perhaps nothing waits
+        error = None if run.cancelled() else run.exception()  # perhaps nothing waits
+        if isinstance(error, EngineDeadError) and self._run is run:
+            self._run = None
 
 
 class GenerateProbe:
@@ -86,7 +103,7 @@ class GenerateProbe:
         try:
             async with asyncio.timeout(self._timeout_s):
                 try:
-                    return await self._generate()
+                    return await self._generate_somewhere()
                 except EngineOverloadedError:
                     while await self._num_steps() <= await first:
                         await asyncio.sleep(STEP_POLL_S)
@@ -102,6 +119,16 @@ class GenerateProbe:
     async def _num_steps(self) -> int:
         async with asyncio.timeout(STATS_TIMEOUT_S):
             return (await self._engine.stats()).step_times.num_steps
+
+    async def _generate_somewhere(self) -> float:
+        """Where a runner ends meanwhile, another one that serves gets its chance."""
+        for num_left in reversed(range(self._engine.num_runners)):
+            try:
+                return await self._generate()
+            except EngineDeadError:
+                if not num_left or not self._engine.health().is_alive:
+                    raise
+        raise AssertionError("an engine has a runner")
 
     async def _generate(self) -> float:
         began_s = time.monotonic()
@@ -156,20 +183,33 @@ class HealthRoutes:
         if self._context.in_flight.is_closing or not health.is_alive:
             raise _unhealthy(health.message or "shutting down")
         if probe is None:
-            return Response(encode(Health("ok")), media_type="application/json")
+            return Response(encode(self._now("ok")), media_type="application/json")
         try:
             probe_ms = await self._probe()
         except TimeoutError:
             raise _unhealthy(f"a probe got no token within {self._context.config.probe_timeout_s:g} s") from None
         except LoraplexError as error:
             raise _unhealthy(str(error)) from None
-        health_now = Health("busy") if probe_ms is None else Health("ok", round(probe_ms, 3))
+        health_now = self._now("busy") if probe_ms is None else self._now("ok", round(probe_ms, 3))
         return Response(encode(health_now), media_type="application/json")
+
+    def _now(self, status: str, probe_ms: float | None = None) -> Health:
+        num_all, health = self._context.engine.num_runners, self._context.engine.health()
+        now = Health(status, probe_ms)
+        if num_all > 1:
+            released = health.num_released or None
+            now = msgspec.structs.replace(now, runners=num_all, serving=health.num_serving, released=released)
+        if health.database is not None:
+            state, away_s = health.database.state, round(health.database.away_s, 1) or None
+            now = msgspec.structs.replace(now, database=state.value, database_away_s=away_s)
+        is_whole = health.num_serving + health.num_released >= num_all
+        is_whole = is_whole and now.database in (None, DatabaseState.CONNECTED.value)
+        return now if is_whole else msgspec.structs.replace(now, status="degraded")
 
     @requires(Access.OPEN)
     async def version(self) -> Response:
         """Of Loraplex, and which kernels run."""
-        version = Version(__version__, self._context.engine.model_info.backend)
+        version = Version(__version__, self._context.engine.model_info.backend, self._context.engine.num_runners)
         return Response(encode(version), media_type="application/json")
 
     @requires(Access.OPEN)
@@ -183,7 +223,9 @@ class HealthRoutes:
         refs = {} if registry is None else registry.refs()
         num_skipped = 0 if registry is None else len(registry.skipped)
         stats, counts = await self._answer(context.engine.stats), context.engine.events.counts
-        return context.metrics_page.render(stats, refs, counts, num_skipped)
+        is_several = context.engine.num_runners > 1
+        reports = await self._answer(context.engine.runner_reports) if is_several else None
+        return context.metrics_page.render(stats, refs, counts, num_skipped, reports or ())
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         if not self._context.engine.health().is_alive:

@@ -41,7 +41,7 @@ DEFAULT_MAX_CONNECTIONS = 5000
 RESERVED_DESCRIPTORS = 256
 """For adapters' files, the engine's socket, the journal."""
 
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REMEDIES = {
     errno.EADDRNOTAVAIL: "it is no address of this machine, choose another --host",
     errno.EACCES: "ports below 1024 need privileges, choose another --port",
@@ -255,7 +255,7 @@ class Listener:
 
     def _refuse_without_descriptor(self, error: OSError) -> None:
         """The connection would wait in the queue without an answer, and the loop would wake for it again and again."""
-        if error.errno not in _EXHAUSTED:
+        if error.errno not in EXHAUSTED:
             _log.error("a connection could not be accepted: %s", error)
         elif error.errno == errno.EMFILE and self._spare is not None:
             os.close(self._spare)

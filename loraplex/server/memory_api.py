@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, LoRARegistry, NameQuery
-from loraplex.metrics import MemoryReport, MemorySample, TierReport
+from loraplex.metrics import MemoryReport, MemorySample, RunnerReport, TierReport
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.adapter_schemas import AdapterCard
 from loraplex.server.context import ServerContext
@@ -68,6 +68,13 @@ class QuarantineCard(msgspec.Struct, frozen=True):
     reason: str
 
 
+class MergedCard(msgspec.Struct, frozen=True):
+    """An adapter of the content that is merged into a copy of weights. `adapter` is null when the name is gone."""
+
+    adapter_id: int
+    adapter: str | None
+
+
 class SampleCard(msgspec.Struct, frozen=True):
     """By tier, and `kv` and `system` where known."""
 
@@ -82,8 +89,39 @@ class SampleCard(msgspec.Struct, frozen=True):
         return cls(sample.time_s, sample.mode.value, sample.pressure, sample.used_bytes, sample.fragmentation)
 
 
+class RunnerCard(msgspec.Struct, frozen=True):
+    """One of several runners. `message`: why it takes no requests. What follows is null while it does not answer."""
+
+    runner: str
+    device: str
+    message: str
+    running: int | None = None
+    waiting: int | None = None
+    mode: str | None = None
+    tiers: list[TierCard] | None = None
+    kv: KVCard | None = None
+
+    @classmethod
+    def of(cls, report: RunnerReport) -> RunnerCard:
+        if (stats := report.stats) is None:
+            return cls(report.name, report.device, report.message)
+        return cls(
+            report.name,
+            report.device,
+            report.message,
+            stats.num_running,
+            stats.num_waiting,
+            stats.memory.mode.value,
+            [TierCard.of(tier) for tier in stats.memory.tiers],
+            _kv(stats.memory),
+        )
+
+
 class MemoryReply(msgspec.Struct, frozen=True):
-    """Sizes are bytes, times Unix seconds, shares 0 to 1; `chunks` by address, `history` oldest first."""
+    """Where there are several runners, `runners` has each, and the rest is of all together.
+
+    Sizes are bytes, times Unix seconds, shares 0 to 1; `chunks` by address, `history` oldest first.
+    """
 
     mode: str
     tiers: list[TierCard]
@@ -101,12 +139,18 @@ class MemoryReply(msgspec.Struct, frozen=True):
     quarantined: list[QuarantineCard]
     counters: Mapping[str, float]
     history: list[SampleCard]
+    merged: list[MergedCard]
     top_adapters: list[AdapterCard] | None = None
     object: str = "memory"
+    runners: list[RunnerCard] | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(
-        cls, report: MemoryReport, names: Mapping[int, str], adapters: Sequence[AdapterInfo] | None = None
+        cls,
+        report: MemoryReport,
+        names: Mapping[int, str],
+        adapters: Sequence[AdapterInfo] | None = None,
+        runners: Sequence[RunnerReport] = (),
     ) -> MemoryReply:
         return cls(
             mode=report.mode.value,
@@ -125,7 +169,9 @@ class MemoryReply(msgspec.Struct, frozen=True):
             quarantined=[QuarantineCard(each, names.get(each), why) for each, why in report.quarantined.items()],
             counters=report.counters,
             history=[SampleCard.of(sample) for sample in report.history],
+            merged=[MergedCard(each, names.get(each)) for each in report.merged],
             top_adapters=None if adapters is None else [AdapterCard.of(info) for info in adapters],
+            runners=[RunnerCard.of(each) for each in runners] if runners else msgspec.UNSET,
         )
 
 
@@ -151,7 +197,8 @@ class MemoryRoutes:
             adapters = await self._context.views.run(client_of(request), partial(_top_adapters, registry, query), 0)
         refs = {} if registry is None else registry.refs()
         names: dict[int, str] = {ref.adapter_id: ref.adapter_name for ref in refs.values()}
-        return Response(encode(MemoryReply.of(report, names, adapters)), media_type="application/json")
+        runners = await self._engine.runner_reports() if self._engine.num_runners > 1 else ()
+        return Response(encode(MemoryReply.of(report, names, adapters, runners)), media_type="application/json")
 
 
 def _top_adapters(registry: LoRARegistry, query: MemoryQuery) -> list[AdapterInfo]:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from loraplex.adapters.registry import LoRARef
 from loraplex.cpu import CpuUse
-from loraplex.metrics import EngineStats, MemoryMode, MemoryReport
+from loraplex.metrics import EngineStats, MemoryMode, MemoryReport, RunnerReport
 from loraplex.server.connections import Connections
 from loraplex.server.latency import LABELS, LatencyHistograms
 
@@ -38,9 +38,12 @@ class MetricsPage:
         refs: Mapping[str, LoRARef],
         num_events: Mapping[str, int] | None = None,
         num_skipped: int = 0,
+        reports: Sequence[RunnerReport] = (),
     ) -> bytes:
-        """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name."""
-        page: bytes = generate_latest(_Page(self.families(stats, refs, num_events, num_skipped)))
+        """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name; `reports` are the
+        runners where there are several."""
+        families = [*self.families(stats, refs, num_events, num_skipped), *self._runner_families(reports)]
+        page: bytes = generate_latest(_Page(families))
         return page
 
     def families(
@@ -66,7 +69,30 @@ class MetricsPage:
             yield from self._request_families(stats)
             yield from self._adapter_families(stats.memory)
             yield self._lora_info(stats, refs)
+            yield from self._merged_families(stats.memory, refs)
             yield from self._memory_families(stats.memory)
+
+    def _runner_families(self, reports: Sequence[RunnerReport]) -> Iterator[Metric]:
+        """The others are of all runners together."""
+        if not reports:
+            return
+        up = {each.name: float(each.is_serving) for each in reports}
+        yield self._gauges("loraplex:runner_up", "1 while a runner takes requests.", "runner", up)
+        released = {each.name: float(each.is_released) for each in reports}
+        text = "1 while a runner is ended since the load does not need it."
+        yield self._gauges("loraplex:runner_released", text, "runner", released)
+        moved = {each.name: each.num_moved for each in reports}
+        text = "Requests that moved from it to another runner."
+        yield self._counters("loraplex:runner_requests_moved", text, "runner", moved)
+        known = {each.name: each.stats for each in reports if each.stats is not None}
+        running = {name: stats.num_running for name, stats in known.items()}
+        yield self._gauges("loraplex:runner_requests_running", "Requests in its batch.", "runner", running)
+        waiting = {name: stats.num_waiting for name, stats in known.items()}
+        yield self._gauges("loraplex:runner_requests_waiting", "Requests that wait there.", "runner", waiting)
+        used = {name: stats.memory.kv_cache_usage for name, stats in known.items()}
+        yield self._gauges("loraplex:runner_kv_cache_usage", "Used share of its KV cache, 0 to 1.", "runner", used)
+        drawn = {name: stats.num_generated_tokens for name, stats in known.items()}
+        yield self._counters("loraplex:runner_generation_tokens", "Tokens that it drew.", "runner", drawn)
 
     def _connection_families(self, connections: Connections) -> Iterator[Metric]:
         yield self._gauge("loraplex:http_connections", "Open connections.", connections.num_open)
@@ -162,6 +188,15 @@ class MetricsPage:
         ]
         family.add_metric([str(stats.max_lora), *listed], time.time())
         return family
+
+    def _merged_families(self, memory: MemoryReport, refs: Mapping[str, LoRARef]) -> Iterator[Metric]:
+        merged = sorted(ref.adapter_name for ref in refs.values() if ref.adapter_id in memory.merged)
+        text = "1 for the adapter that is merged into a copy of weights, under each of its names."
+        yield self._gauges("loraplex:adapter_merged", text, "adapter", dict.fromkeys(merged[:MAX_NAMES], 1.0))
+        text = "Copies of weights with an adapter merged that were made while the engine runs."
+        yield self._counter("loraplex:adapter_merges", text, memory.count("merges"))
+        text = "Steps that ran with the merged weights."
+        yield self._counter("loraplex:merged_steps", text, memory.count("merged_steps"))
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)

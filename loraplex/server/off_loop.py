@@ -163,8 +163,13 @@ class _Lane:
 
 
 def client_of(request: Request) -> str:
-    """Whose turn a request takes: its key's where the server has keys, else its address's, as connections count it."""
+    """Whose turn a request takes: its key's where the server has keys, else its address's."""
     caller = caller_of(request)
     if caller is not KEYLESS:
         return caller.fingerprint
+    return address_of(request)
+
+
+def address_of(request: Request) -> str:
+    """As connections count it."""
     return "" if request.client is None else source_of(request.client.host)

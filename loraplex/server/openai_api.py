@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Annotated, Protocol
 
@@ -27,7 +27,7 @@ from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
-from loraplex.server.streaming import DONE, EVENT_STREAM, EventStream, sse, until_disconnect
+from loraplex.server.streaming import DONE, EVENT_STREAM, PIECE_BYTES, EventStream, sse, until_disconnect
 
 _log = logging.getLogger("loraplex.server")
 
@@ -49,7 +49,7 @@ class Renderer(Protocol):
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes: ...
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> bytes: ...
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]: ...
 
     def last_chunk(self) -> bytes: ...
 
@@ -102,7 +102,7 @@ class OpenAIRoutes:
         adapters = self._adapters_of(body, num_prompts)
         client = client_of(request)
         async with context.targets(adapters, client) as targets:
-            params = {each: body.to_sampling_params(target.text.defaults) for each, target in targets.items()}
+            params = await _sampling_params(body, targets)
             for each in params.values():
                 each.check_logprobs(num_prompts * body.n)
             limits = [body.limit(target.text.defaults) for target in targets.values()]
@@ -219,6 +219,19 @@ class OpenAIRoutes:
         return EventStream(_events(first, stream, generation, renderer, writer), stream)
 
 
+async def _sampling_params(
+    body: CompletionRequest, targets: Mapping[AdapterChoice, Target]
+) -> dict[AdapterChoice, SamplingParams]:
+    """One for all adapters that share their defaults, since it takes up to a millisecond to make."""
+    made: dict[int, SamplingParams] = {}
+    for target in targets.values():
+        defaults = target.text.defaults
+        if id(defaults) not in made:
+            made[id(defaults)] = body.to_sampling_params(defaults)
+            await asyncio.sleep(0)
+    return {each: made[id(target.text.defaults)] for each, target in targets.items()}
+
+
 def _check_repeated(field: str, n: int, num_written: int) -> None:
     """Refuse a request whose choices would say too long a prompt again, each for itself."""
     if n > 1 and num_written > MAX_REPEATED_TOKENS:
@@ -248,10 +261,11 @@ async def _events(
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
     num_seen: dict[int, tuple[int, int]] = {}
     try:
-        yield await _chunks(generation, renderer, *first, num_seen, writer)
+        async for chunk in _chunks(generation, renderer, *first, num_seen, writer):
+            yield chunk
         async for prompt_index, output in stream:
-            if chunks := await _chunks(generation, renderer, prompt_index, output, num_seen, writer):
-                yield chunks
+            async for chunk in _chunks(generation, renderer, prompt_index, output, num_seen, writer):
+                yield chunk
         yield renderer.last_chunk()
     except LoraplexError as error:
         yield sse(error_reply(error))
@@ -268,14 +282,18 @@ async def _chunks(
     output: RequestOutput,
     num_seen: MutableMapping[int, tuple[int, int]],
     writer: AnswerWriter,
-) -> bytes:
-    """A slow reader gets all at once that it has missed. `num_seen`: log probabilities and tokens that were written, by
-    prompt."""
+) -> AsyncGenerator[bytes, None]:
+    """A slow reader gets all that it has missed, piece by piece: the next one is made when one is sent. `num_seen`: log
+    probabilities and tokens that were written, by prompt."""
     size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
     before_logprobs, before_tokens = num_seen.get(prompt_index, (0, 0))
     num_seen[prompt_index] = num_logprobs, num_tokens = _num_logprobs(output), _num_tokens(output)
     size += num_tokens - before_tokens
-    return await writer.write(partial(renderer.chunks, prompt_index, output), num_logprobs - before_logprobs, size)
+    pieces = renderer.chunks(prompt_index, output)
+    while piece := await writer.write(partial(next, pieces, b""), num_logprobs - before_logprobs, size):
+        yield piece
+        if len(piece) < PIECE_BYTES:  # the last one
+            break
 
 
 def _json(data: bytes) -> Response:

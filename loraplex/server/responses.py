@@ -20,22 +20,37 @@ def encode(value: Any) -> bytes:
 
 MAX_WRITTEN_BYTES = 2**25
 
+TEXT_PIECE_CHARS = 2**18
+"""That are encoded in one call, which holds the interpreter's lock: about 2 ms where each is an escape."""
+
 
 class AnswerRoom:
-    """What the log probabilities of one answer may take. Their number is bounded, but not the length of tokens."""
+    """What texts and log probabilities of one answer may take, or of what a stream sends of a choice at a time. Tokens
+    are counted elsewhere, but each may be long."""
 
     def __init__(self) -> None:
         self._num_left = MAX_WRITTEN_BYTES
 
-    def take(self, nbytes: int) -> None:
+    def take(self, nbytes: int, param: str | None = None) -> None:
         """Raises InvalidRequestError when they are too many in all."""
         self._num_left -= nbytes
         if self._num_left < 0:
+            what = "texts" if param is None else "log probabilities"
             raise InvalidRequestError(
-                f"the log probabilities of this answer take more than {MAX_WRITTEN_BYTES} bytes: ask for fewer, or "
-                "for fewer completions",
-                param="logprobs",
+                f"the {what} of this answer take more than {MAX_WRITTEN_BYTES} bytes: ask for fewer, or for fewer "
+                "prompts or completions",
+                param=param,
             )
+
+
+def written_text(text: str, room: AnswerRoom) -> str:
+    """As its JSON, in the place of a text in an answer, encoded in pieces."""
+    pieces = []
+    for begin in range(0, len(text), TEXT_PIECE_CHARS):
+        piece = encode(text[begin : begin + TEXT_PIECE_CHARS])[1:-1]
+        room.take(len(piece))
+        pieces.append(piece)
+    return cast("str", msgspec.Raw(b'"%s"' % b"".join(pieces)))
 
 
 def written(value: Card, room: AnswerRoom | None = None) -> Card:
@@ -46,7 +61,7 @@ def written(value: Card, room: AnswerRoom | None = None) -> Card:
     """
     data = encode(value)
     if room is not None:
-        room.take(len(data))
+        room.take(len(data), "logprobs")
     return cast("Card", msgspec.Raw(data))
 
 

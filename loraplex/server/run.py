@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import uvicorn
 
@@ -26,7 +26,7 @@ from loraplex import logs
 from loraplex.errors import LoraplexError
 from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig, output_folder
-from loraplex.server.connections import Slot
+from loraplex.server.connections import Connections, Slot
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
@@ -53,6 +53,21 @@ FORCED_WORDS_S = 0.5
 StartEngine = Callable[[], Awaitable[EngineSurface]]
 
 
+class Served(Protocol):
+    """An application behind a port: its bounds, and how what it does is ended."""
+
+    @property
+    def config(self) -> ServerConfig: ...
+    @property
+    def connections(self) -> Connections: ...
+    @property
+    def num_endless(self) -> int: ...
+    @property
+    def num_in_flight(self) -> int: ...
+    def close(self) -> None: ...
+    async def end_requests(self) -> None: ...
+
+
 def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[LoraplexError], str] = str) -> int:
     """Serve until a signal. `say` puts an error that ends the start into words.
 
@@ -69,11 +84,19 @@ def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[L
         tls_context(config)
         output_folder(config)
         sock = bind(config)
-        with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with contextlib.closing(sock), asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_start_and_serve(start_engine, config, sock))
     except LoraplexError as error:
         print(f"error: {say(error)}", file=sys.stderr, flush=True)
         return 1
+
+
+def tune_interpreter() -> None:
+    """For an event loop that many wait for: threads and collections of garbage hold it up for a short time only."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # what is there now stays: to look at it in every full collection would hold requests up for 100 ms
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket) -> int:
@@ -82,11 +105,8 @@ async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket
     The engine stays the caller's; one that has given up ends the server with 1.
     """
     server = make_server(engine, config, partial(_announce, sock))
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()  # what is there now stays: to look at it in every full collection would hold requests up for 100 ms
-    gc.set_threshold(*GC_THRESHOLDS)
-    with _signals(server.stop):
+    tune_interpreter()
+    with signals(server.stop):
         giving_up = asyncio.ensure_future(_stop_when_given_up(engine, server))
         try:
             await server.serve(sockets=[sock])
@@ -110,15 +130,13 @@ def make_server(
     app = create_app(engine, config)
     context: ServerContext = app.state.context
     protocol = bounded_http_protocol(config, context.connections, context.keys.admitted)
-    return DrainingServer(context, _uvicorn_config(app, config, protocol), on_ready)
+    return DrainingServer(context, uvicorn_config(app, config, protocol), partial(on_ready, context))
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, whose requests end with an error, not a broken connection, when the grace is over."""
 
-    def __init__(
-        self, context: ServerContext, config: uvicorn.Config, on_ready: Callable[[ServerContext], None]
-    ) -> None:
+    def __init__(self, context: Served, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._context = context
         self._on_ready = on_ready
@@ -143,7 +161,7 @@ class DrainingServer(uvicorn.Server):
             listener.start()
         self.servers = cast("list[asyncio.base_events.Server]", listeners)
         self.started = True
-        self._on_ready(self._context)
+        self._on_ready()
 
     def _protocol(self, slot: Slot) -> asyncio.Protocol:
         protocol_class = cast("type[BoundedHttpProtocol]", self.config.http_protocol_class)
@@ -152,15 +170,14 @@ class DrainingServer(uvicorn.Server):
         return protocol
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        num_requests = len(self.server_state.tasks) - self._context.event_streams.num_open
+        num_requests = len(self.server_state.tasks) - self._context.num_endless
         grace_s = self._context.config.shutdown_grace_s
         if num_requests > 0:
             waits = f"waits for {_requests(num_requests)}, at most {grace_s:g} s; Ctrl-C again ends what runs"
             _log.info("the server shuts down: it %s", waits)
         else:
             _log.info("the server shuts down: no request runs")
-        self._context.event_streams.close()
-        self._context.maker.close()
+        self._context.close()
         reaper = asyncio.ensure_future(self._abort_after_grace())
         patience = asyncio.get_running_loop().call_later(grace_s + LAST_WORDS_S, self._stop_waiting)
         try:
@@ -191,9 +208,9 @@ class DrainingServer(uvicorn.Server):
         await self._end_requests(f"the {grace_s:g} s of --shutdown-grace-s are over")
 
     async def _end_requests(self, reason: str) -> None:
-        if num_prompts := len(self._context.in_flight):
+        if num_prompts := self._context.num_in_flight:
             _log.warning("%s ended: %s", _requests(num_prompts), reason)
-        await self._context.in_flight.abort_all()
+        await self._context.end_requests()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -205,7 +222,7 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
     """Signals before the engine is ready end its start."""
     starting = asyncio.ensure_future(start_engine())
     received: list[signal.Signals] = []
-    with _signals(
+    with signals(
         lambda: starting.cancel() if len(received) == 1 else None, received
     ):  # what it clears up is not called off
         try:
@@ -221,7 +238,7 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
 
 
 @contextlib.contextmanager
-def _signals(react: Callable[[], object], received: list[signal.Signals] | None = None) -> Generator[None, None, None]:
+def signals(react: Callable[[], object], received: list[signal.Signals] | None = None) -> Generator[None, None, None]:
     """Call `react` on each signal, if this is the main thread; others never get one."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -243,7 +260,7 @@ def _signals(react: Callable[[], object], received: list[signal.Signals] | None 
             loop.remove_signal_handler(each)
 
 
-def _uvicorn_config(
+def uvicorn_config(
     app: Callable[..., object], config: ServerConfig, protocol: type[BoundedHttpProtocol]
 ) -> uvicorn.Config:
     return uvicorn.Config(
@@ -263,7 +280,7 @@ def _requests(count: int) -> str:
     return f"{count} request{'' if count == 1 else 's'}"
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's where it is installed."""
     try:
         import uvloop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,12 +18,30 @@ T = TypeVar("T")
 MAX_CANCELLED = 4
 """In a turn of the event loop, each with the request that it follows."""
 
+PIECE_BYTES = 2**18
+"""Of events that are sent together. More of them are not made before these are sent."""
+
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 
 
 def sse(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
+
+
+def in_pieces(events: Iterable[bytes]) -> Iterator[bytes]:
+    """Events together, PIECE_BYTES or more at a time, and what is left."""
+    waiting: list[bytes] = []
+    size = 0
+    for event in events:
+        waiting.append(event)
+        size += len(event)
+        if size >= PIECE_BYTES:
+            yield b"".join(waiting)
+            waiting.clear()
+            size = 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 class EventStream(StreamingResponse):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,11 @@ from fastapi import APIRouter, Request, Response
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
-from loraplex.server.engine_surface import TextSurface, tokenizer_of
+from loraplex.server.engine_surface import TextSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Prompt
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import operation
-from loraplex.server.responses import Detokenized, Tokenized, encode
+from loraplex.server.responses import AnswerRoom, Detokenized, Tokenized, encode, written_text
 from loraplex.server.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 FEW_IDS = 4096
@@ -59,9 +60,8 @@ class TokenizeRoutes:
         vocab_size = text.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise ApiError(f"token id {max(body.tokens)} is not in the vocabulary, 0..{vocab_size - 1}", param="tokens")
-        decode = partial(tokenizer_of(text).decode, body.tokens, skip_special_tokens=False)
-        words = decode() if len(body.tokens) <= FEW_IDS else await context.answers.run(client, decode, 0)
-        return Response(encode(Detokenized(words)), media_type="application/json")
+        reply = partial(_detokenized, body.tokens, tokenizer_of(text))
+        return reply() if len(body.tokens) <= FEW_IDS else await context.answers.run(client, reply, 0)
 
     async def _text_of(self, model: str | None, client: str) -> TextSurface:
         """A name that is sent must exist."""
@@ -79,3 +79,8 @@ class TokenizeRoutes:
 
 def _kind_of(fields: dict[str, Any]) -> type[TokenizeTextRequest] | type[TokenizeChatRequest]:
     return TokenizeChatRequest if fields.get("messages") is not None else TokenizeTextRequest
+
+
+def _detokenized(ids: Sequence[int], tokenizer: TokenizerSurface) -> Response:
+    words = tokenizer.decode(ids, skip_special_tokens=False)
+    return Response(encode(Detokenized(written_text(words, AnswerRoom()))), media_type="application/json")

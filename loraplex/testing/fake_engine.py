@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
+from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
 from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
@@ -25,7 +25,7 @@ from loraplex.frontend.adapter_verbs import AdapterVerbs
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.frontend import choice_of, lora_requests_of
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
-from loraplex.metrics import EngineStats, MemoryReport, StepTimes
+from loraplex.metrics import EngineStats, MemoryReport, RunnerReport, StepTimes
 from loraplex.performance.profile import Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
@@ -71,6 +71,9 @@ class FakeText:
 class FakeHealth:
     is_alive: bool
     message: str = ""
+    num_serving: int = 1
+    num_released: int = 0
+    database: DatabaseHealth | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class FakeAsyncEngine(AdapterVerbs):
 
     open_adapter: reads paths; by default no path is read.
 
-    `memory` is what it reports of its memory; a test may put another report there.
+    `memory` is what it reports of its memory, `reports` its runners (empty: one); a test may put others there.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class FakeAsyncEngine(AdapterVerbs):
         self._hold_after: int | None = None
         self.events = EventHub()
         self.memory = MemoryReport()
+        self.reports: tuple[RunnerReport, ...] = ()
         self._profile: LoraProfile | None = None
         self._failures: list[tuple[LoraplexError, int]] = []
         self._death: EngineDeadError | None = None
@@ -326,7 +330,17 @@ class FakeAsyncEngine(AdapterVerbs):
     def health(self) -> FakeHealth:
         if self.is_shut_down:
             return FakeHealth(False, "shutting down")
-        return FakeHealth(self._death is None, "" if self._death is None else str(self._death))
+        num_serving = sum(each.is_serving for each in self.reports) if self.reports else 1
+        num_released = sum(each.is_released for each in self.reports)
+        message = "" if self._death is None else str(self._death)
+        return FakeHealth(self._death is None, message, num_serving, num_released)
+
+    @property
+    def num_runners(self) -> int:
+        return len(self.reports) or 1
+
+    async def runner_reports(self) -> Sequence[RunnerReport]:
+        return self.reports or (RunnerReport("0", "cpu", stats=await self.stats()),)
 
     async def stats(self) -> EngineStats:
         if self._death is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
-from loraplex.core import Logprob, TokenLogprobs
+from loraplex.core import CompletionOutput, Logprob, TokenLogprobs
 
 Item = TypeVar("Item", covariant=True)
 
@@ -74,3 +74,62 @@ class Prefix(Sequence[Item]):
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+
+class TextPieces:
+    """A text that grows. Small pieces become one now and then; lists that were given away stay as they are."""
+
+    __slots__ = ("_num_small", "num_chars", "pieces")
+
+    SMALL = 64
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.num_chars = 0
+        self._num_small = 0
+
+    def append(self, piece: str) -> None:
+        if not piece:
+            return
+        if self._num_small == self.SMALL:
+            self.pieces = [*self.pieces[: -self.SMALL], "".join(self.pieces[-self.SMALL :])]
+            self._num_small = 0
+        self.pieces.append(piece)
+        self.num_chars += len(piece)
+        self._num_small += 1
+
+
+class GrowingCompletion(CompletionOutput):
+    """A completion as it was at one step. Its text is put together when it is read: at each step of many long answers
+    that would take longer than the step."""
+
+    __slots__ = ("_num_chars", "_num_pieces", "_pieces")
+    _num_chars: int
+    _num_pieces: int
+    _pieces: list[str]
+
+    def __init__(self, grown: TextPieces, **fields: Any) -> None:
+        object.__setattr__(self, "_pieces", grown.pieces)
+        object.__setattr__(self, "_num_pieces", len(grown.pieces))
+        object.__setattr__(self, "_num_chars", grown.num_chars)
+        super().__init__(text="", **fields)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces[: self._num_pieces])
+
+    @text.setter
+    def text(self, _: str) -> None:
+        """What CompletionOutput sets first."""
+
+    @property
+    def num_chars(self) -> int:
+        return self._num_chars
+
+    def text_from(self, begin: int) -> str:
+        """`text[begin:]`, in the time that this part takes."""
+        first, left = self._num_pieces, self._num_chars
+        while left > begin:
+            first -= 1
+            left -= len(self._pieces[first])
+        return "".join(self._pieces[first : self._num_pieces])[begin - left :]

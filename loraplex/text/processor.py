@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from loraplex.core import (
@@ -30,11 +30,14 @@ from loraplex.core import (
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
 from loraplex.performance.requests import RequestRecorder
 from loraplex.text.detokenizer import IncrementalDetokenizer, prompt_context
-from loraplex.text.output_collections import PackedLogprobs, Prefix
+from loraplex.text.output_collections import GrowingCompletion, PackedLogprobs, Prefix, TextPieces
 from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_TEXT_CHARS = 2**24
+"""Of all completions of a prompt. Only with long tokens it is reached: an adapter may have some of 256 characters."""
 
 NEVER_ACTIVE = 2**63 - 1
 """`Request.adapter_from` of an aLoRA whose invocation the prompt does not have."""
@@ -220,11 +223,12 @@ class _Completion:
     index: int
     detokenizer: IncrementalDetokenizer | None
     token_ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
+    text: TextPieces = field(default_factory=TextPieces)
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    finished: CompletionOutput | None = None
 
     def add(self, output: TokenOutput) -> bool:
         """Take over new tokens; True when a stop string ended the completion before the engine did."""
@@ -255,13 +259,21 @@ class _Completion:
         self.stop_reason = self.detokenizer.stop_reason
         return self.detokenizer.stop_reason is not None
 
+    def going_on(self) -> Request:
+        """What another engine needs to go on with it. Log probabilities of its prompt came with its first token."""
+        request, params = self.request, self.request.sampling_params
+        if self.token_ids and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)
+        return replace(request, sampling_params=params, output_token_ids=tuple(self.token_ids))
+
     def to_output(self, lora_request: LoRARequest | LoRAMix | None) -> CompletionOutput:
-        if len(self.text) > 1:
-            self.text = ["".join(self.text)]
-        so_far: Callable[[list[Any]], Sequence[Any]] = Prefix if self.finish_reason is None else tuple
-        return CompletionOutput(
+        if self.finished is not None:
+            return self.finished
+        is_finished = self.finish_reason is not None
+        so_far: Callable[[list[Any]], Sequence[Any]] = tuple if is_finished else Prefix
+        output = GrowingCompletion(
+            self.text,
             index=self.index,
-            text="".join(self.text),
             token_ids=so_far(self.token_ids),
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else so_far(self.logprobs),
@@ -269,6 +281,10 @@ class _Completion:
             stop_reason=self.stop_reason,
             lora_request=lora_request,
         )
+        if not is_finished:
+            return output
+        self.finished = CompletionOutput(**{each.name: getattr(output, each.name) for each in fields(CompletionOutput)})
+        return self.finished
 
 
 @dataclass(slots=True)
@@ -281,6 +297,19 @@ class _Generation:
     scored: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
+    num_chars: int = 0
+
+    def add(self, completion: _Completion, output: TokenOutput) -> bool:
+        """What `completion.add` does. Raises InvalidRequestError when all texts together have become too long."""
+        before = completion.text.num_chars
+        is_stopped = completion.add(output)
+        self.num_chars += completion.text.num_chars - before
+        if self.num_chars > MAX_TEXT_CHARS:
+            raise InvalidRequestError(
+                f"the answer to this prompt has more than {MAX_TEXT_CHARS} characters: ask for fewer tokens, or for "
+                "fewer completions"
+            )
+        return is_stopped
 
     @property
     def is_finished(self) -> bool:
@@ -382,7 +411,11 @@ class OutputProcessor:
             return self._failed(request_id, error_from_payload(token_output.error))
         try:
             self._note_first(generation, token_output)
-            is_stopped = completion.add(self._with_text(token_output, self._tokenizer_of(generation.prepared)))
+            is_stopped = generation.add(
+                completion, self._with_text(token_output, self._tokenizer_of(generation.prepared))
+            )
+        except InvalidRequestError as error:
+            return self._failed(request_id, error)
         except Exception as error:  # a tokenizer that fails on one request's tokens must not stop the others
             logger.exception("the output of request %r cannot be read", request_id)
             reason = f"the output of this request cannot be read: {type(error).__name__}: {error}"
@@ -422,6 +455,15 @@ class OutputProcessor:
         if output.logprobs is None:
             return output
         return replace(output, logprobs=tuple(_named(logprobs, tokenizer) for logprobs in output.logprobs))
+
+    def unfinished(self, request_id: str) -> tuple[Request, ...]:
+        """The requests of a prompt that have not ended, each with its output so far, for another engine to go on with.
+
+        () for an unknown prompt.
+        """
+        generation = self._generations.get(request_id)
+        completions = () if generation is None else generation.completions
+        return tuple(each.going_on() for each in completions if each.finish_reason is None)
 
     def remove(self, request_id: str) -> tuple[str, ...]:
         """Forget a prompt; returns the ids of its requests that the engine may still run."""

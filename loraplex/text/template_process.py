@@ -2,7 +2,8 @@
 
 A template is a program, and an adapter's comes from a stranger. The sandbox of `chat_template` bounds what it reaches;
 the limits of the process bound what it costs: CPU time by a timer of the kernel that ends the process in the middle of
-any call, memory by RLIMIT_AS. A process that was ended is started again by the next render.
+any call, memory by RLIMIT_AS. A process that was ended is started again by the next render. One that others end is no
+fault of the template, which is rendered once more; one that does not answer, because it is stopped say, is ended.
 
 A message on either pipe is its length in 8 bytes, then its data. A question is plain data (`marshal`: this side wrote
 it). An answer comes from where a stranger's program runs: one letter, `t` for a text and `e` for an error, in capitals
@@ -20,17 +21,22 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
-from loraplex.environment import child_environment
-from loraplex.errors import AdapterBusyError, InvalidRequestError, shown
+from loraplex.environment import OUTSIDE_SIGNALS, child_environment
+from loraplex.errors import AdapterBusyError, AdapterUnavailableError, InvalidRequestError, shown
 from loraplex.text.chat_template import Json, check_template, render_chat, render_open_chat
 from loraplex.text.utf8 import decode_in_pieces
 
 MAX_RENDER_CPU_S = 2.0
+MAX_RENDER_S = 30.0
+"""Of time that passes, with the start of the process: at its priority it may get a tenth of a core."""
+
 MAX_RENDER_BYTES = 2**29
 """Of address space beside what the process has when it starts."""
 MAX_TEXT_BYTES = 2**25
@@ -39,6 +45,9 @@ MAX_KEPT_BYTES = 2**26
 
 NUM_PROCESSES = 2
 NICENESS = 10
+END_S = 1.0
+"""From the end of its answers to the end of the process; one that wrote too much goes on."""
+
 _LENGTH_BYTES = 8
 
 
@@ -65,8 +74,13 @@ class TemplateProcesses:
         process = self._idle.get()
         try:
             answer = process.ask(data)
+            if isinstance(answer, signal.Signals):
+                answer = process.ask(data)
         finally:
             self._idle.put(process)
+        if isinstance(answer, signal.Signals):
+            text = f"the process for chat templates of adapters was killed by {answer.name} from outside, twice"
+            raise AdapterUnavailableError(f"{text}; is there memory enough for it? Come again")
         if answer is None:
             raise InvalidRequestError(
                 f"the chat template of this adapter needs more than {MAX_RENDER_CPU_S:g} s or too much memory, and was "
@@ -86,29 +100,44 @@ class _Process:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, data: bytes) -> tuple[bytes, str] | None:
-        """None: the process ended, or wrote too much, or what no answer is."""
-        if self._process is None or self._process.poll() is not None:
-            self.end()
-            try:
-                self._process = _start()
-            except OSError as error:  # no descriptor, no memory, no process is left
-                reason = f"the process for chat templates of adapters could not be started ({error}): come again"
-                raise AdapterBusyError(reason) from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        answer = None
+    def ask(self, data: bytes) -> tuple[bytes, str] | signal.Signals | None:
+        """None: a limit ended the process, or it wrote too much, or what no answer is. A signal: it was killed from
+        outside. Raises AdapterUnavailableError when it does not answer in time."""
+        until_s = time.monotonic() + MAX_RENDER_S
         try:
-            _write(self._process.stdin, data)
-            told = _read(self._process.stdout)
-            answer = None if told is None else (told[:1], decode_in_pieces(told, start=1, errors="surrogatepass"))
-        except (OSError, ValueError):
+            process = self._running()
+            limit = threading.Timer(MAX_RENDER_S, process.kill)
+            limit.daemon = True
+            limit.start()
+        except (OSError, RuntimeError) as error:  # no descriptor, no memory, no process, no thread is left
+            reason = f"the process for chat templates of adapters could not be started ({error}): come again"
+            raise AdapterBusyError(reason) from error
+        answer: tuple[bytes, str] | None = None
+        code: int | None = None
+        try:
+            told = _told(process, data)
+            if told is not None:
+                answer = told[:1], decode_in_pieces(told, start=1, errors="surrogatepass")
+            else:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(END_S)
+        except ValueError:
             pass
         finally:
+            limit.cancel()
             # None also of a caller that was interrupted: the next one must not read this one's answer
             if answer is None or answer[0].isupper():
                 self.end()
-        return answer
+        if code == -signal.SIGKILL and time.monotonic() >= until_s:
+            text = f"the process for chat templates of adapters did not answer within {MAX_RENDER_S:g} s"
+            raise AdapterUnavailableError(f"{text}, and was ended; is it stopped, or the machine too busy? Come again")
+        return signal.Signals(-code) if code is not None and -code in OUTSIDE_SIGNALS else answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.end()
+            self._process = _start()
+        return self._process
 
     def end(self) -> None:
         process, self._process = self._process, None
@@ -132,6 +161,16 @@ def _start() -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _told(process: subprocess.Popen[bytes], question: bytes) -> bytes | None:
+    """None also when the process ended meanwhile."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError):
+        _write(process.stdin, question)
+        return _read(process.stdout)
+    return None
 
 
 def _write(pipe: IO[bytes], data: bytes) -> None:

@@ -27,7 +27,7 @@ class RemoteServer:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = checked_url(url)
         self._opener = urllib.request.build_opener(_NoRedirect)
-        self._key = _key_of_environment() if api_key is None else api_key
+        self._key = key_of_environment() if api_key is None else api_key
 
     def get(self, path: str) -> bytes:
         return self._answer(path, None)
@@ -66,7 +66,7 @@ def _reason(error: str | BaseException) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _key_of_environment() -> str:
+def key_of_environment() -> str:
     """An admin's first: memory and events are an operator's to see."""
     keys = os.environ.get("LORAPLEX_ADMIN_API_KEY") or os.environ.get("LORAPLEX_API_KEY", "")
     return keys.split(",")[0]

@@ -179,16 +179,19 @@ def _engine(look: Look) -> RenderableType:
     causes = look.samples.get("loraplex:requests_waiting_by_cause", {})
     waiting = ", ".join(f"{count:.0f} for {cause}" for cause, count in causes.items() if count)
     rate = look.rate("vllm:generation_tokens_total")
+    merged = ", ".join(shown(each["adapter"]) for each in look.memory.get("merged", ()) if each["adapter"])
+    serving = look.samples.get("loraplex:runner_up", {})
+    runners = f"  runners {sum(serving.values()):.0f} of {len(serving)}" if serving else ""
     lines = Text.assemble(
         ("loraplex top ", "bold"),
         f"{shown(look.url)}  mode ",
         (str(look.memory["mode"]), "green" if look.memory["mode"] == "normal" else "bold red"),
         f"  adapters {look.number('loraplex:adapters'):.0f}",
-        f"  quarantined {len(look.memory['quarantined'])}\n",
+        f"  quarantined {len(look.memory['quarantined'])}{runners}\n",
         f"{'-' if rate is None else f'{rate:.1f}'} tokens/s",
         f"  running {look.number('vllm:num_requests_running'):.0f}",
         f"  waiting {look.number('vllm:num_requests_waiting'):.0f}{f' ({waiting})' if waiting else ''}",
-        f"  KV {100 * look.number('vllm:kv_cache_usage_perc'):.0f} %\n",
+        f"  KV {100 * look.number('vllm:kv_cache_usage_perc'):.0f} %{f'  merged {merged}' if merged else ''}\n",
         f"first token {_latency(look, 'vllm:time_to_first_token_seconds')}",
         f"  between tokens {_latency(look, 'vllm:inter_token_latency_seconds')}",
         f"  hits {look.number('loraplex:adapter_hits_total'):.0f}",

@@ -100,7 +100,6 @@ SET_VALUES: dict[str, Any] = {
     "layer_replication": [[0, 4], [2, 5]],
     "use_qalora": True,
     "arrow_config": {"top_k": 3},
-    "use_bdlora": {"nblocks": 2},
     "kasa_config": {"beta": 1e-4},
     "monteclora_config": {"num_samples": 8},
     "velora_config": {"num_groups": 64},

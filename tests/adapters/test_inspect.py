@@ -14,8 +14,17 @@ from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LongContexts
-from loraplex.errors import AdapterConfigMissingError, AdapterPathNotFoundError
-from tests.adapters.peft_oracle import PeftAdapter, edit_config, make_adapter, read_tensors, write_tensors
+from loraplex.errors import AdapterConfigMissingError, AdapterPathNotFoundError, AdapterValidationError
+from tests.adapters.peft_oracle import (
+    PeftAdapter,
+    all_targets_of,
+    edit_config,
+    load,
+    make_adapter,
+    new_base,
+    read_tensors,
+    write_tensors,
+)
 
 
 @pytest.fixture
@@ -72,6 +81,19 @@ def test_it_says_what_activates_an_alora(adapter: PeftAdapter) -> None:
     assert "honoured alora_invocation_tokens = [60, 61]" in report.describe()
     edit_config(adapter.path, bias="all")
     assert inspect_adapter(adapter.path).reasons[0].startswith("bias='all' with alora_invocation_tokens")
+
+
+def test_an_alora_that_no_prompt_can_activate_is_refused(adapter: PeftAdapter) -> None:
+    """The base has 64 tokens. Without a base that is not known."""
+    targets = all_targets_of(new_base("llama"))
+    edit_config(adapter.path, alora_invocation_tokens=[60, 63])
+    assert inspect_adapter(adapter.path, targets).is_honoured
+    edit_config(adapter.path, alora_invocation_tokens=[60, 99, 64])
+    assert inspect_adapter(adapter.path).is_honoured
+    reason = "alora_invocation_tokens: token 64 is in no prompt, and it would never act: its vocabulary has 64 tokens"
+    assert inspect_adapter(adapter.path, targets).reasons == (f"{reason}; give the ids of the training",)
+    with pytest.raises(AdapterValidationError, match="token 64 is in no prompt"):
+        load(adapter.path, targets)
 
 
 def test_it_says_how_far_the_context_reaches(adapter: PeftAdapter) -> None:

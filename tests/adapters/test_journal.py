@@ -8,7 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -362,6 +363,79 @@ def test_what_could_not_be_written_is_written_with_the_next(
     before = life.picture()
     assert list(before) == ["b", "c"]
     assert lives().picture() == before
+
+
+def _removed(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def _moved(directory: Path) -> None:
+    directory.rename(directory.with_name("elsewhere"))
+
+
+def _made_again(directory: Path) -> None:
+    shutil.rmtree(directory)
+    SqliteJournal(directory, BASE).close()
+
+
+def _without_its_log(directory: Path) -> None:
+    (directory / "journal.sqlite-wal").unlink()
+
+
+@pytest.mark.parametrize("mishap", [_removed, _moved, _made_again, _without_its_log])
+def test_nothing_is_acknowledged_without_the_journal_at_its_path(
+    lives: Callable[[], Life], mishap: Callable[[Path], None]
+) -> None:
+    life = lives()
+    life.registry.load("a", "/a")
+    mishap(life.directory)
+    for _ in range(2):
+        with pytest.raises(JournalError, match=r"could not be written .*is not the file that this server opened"):
+            life.registry.load("b", "/b")
+    with pytest.raises(JournalError):
+        life.registry.unload("a")
+
+
+def test_a_journal_that_goes_while_it_is_written_is_noticed(
+    lives: Callable[[], Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = lives()
+    write = life.journal._tables.write
+
+    def write_and_lose(changes: Sequence[NameChange]) -> None:
+        write(changes)
+        _moved(life.directory)
+
+    monkeypatch.setattr(life.journal._tables, "write", write_and_lose)
+    with pytest.raises(JournalError, match="is not the file that this server opened"):
+        life.registry.load("a", "/a")
+
+
+def test_a_journal_that_is_put_back_goes_on(lives: Callable[[], Life]) -> None:
+    life = lives()
+    aside = life.directory.rename(life.directory.with_name("aside"))
+    with pytest.raises(JournalError):
+        life.registry.load("a", "/a")
+    aside.rename(life.directory)
+    life.registry.load("b", "/b")
+    before = life.picture()
+    assert list(before) == ["a", "b"]
+    assert lives().picture() == before
+
+
+def test_a_journal_that_is_gone_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a verb, too."""
+    with SqliteJournal(tmp_path / "state", BASE, count_interval_s=0.01) as journal:
+        shutil.rmtree(tmp_path / "state")
+        until = time.monotonic() + WAIT_S
+        while not caplog.records and time.monotonic() < until:
+            time.sleep(0.01)
+        for _ in range(3):
+            with pytest.raises(JournalError):
+                journal.record(()).result(WAIT_S)
+        time.sleep(0.05)
+    (only,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert "journal.sqlite is not the file that this server opened" in only
 
 
 def test_after_the_end_nothing_is_promised(lives: Callable[[], Life]) -> None:

@@ -471,8 +471,8 @@ def test_a_warning_says_what_it_becomes(saved: Saved) -> None:
     for name, kind, rank in (("loha", Kind.LOHA, 9), ("lokr", Kind.LOKR, 8)):
         path = saved.copy(name)
         model = load(path, saved.targets)
-        text = f"peft_type is {kind}; it is served as a LoRA of ranks up to {rank}, with {model.nbytes} bytes"
-        assert model.warnings == (text,)
+        text = f"it is served as a LoRA of ranks up to {rank}, with {model.nbytes} bytes before alignment"
+        assert model.warnings == (f"peft_type is {kind}; {text}",)
     assert load(saved.copy("adalora"), saved.targets).warnings == ()
 
 

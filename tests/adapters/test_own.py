@@ -184,6 +184,11 @@ def test_a_file_that_does_not_fit_is_refused(
         ("saved linears", {"modules_to_save": ["proj"]}, "modules_to_save and target_modules both name"),
         ("saved embedding", {"trainable_token_indices": [1]}, "modules_to_save and the trained tokens both name"),
         ("LoRA of the embedding", {"trainable_token_indices": [1]}, "target_modules and the trained tokens both name"),
+        (
+            "trained tokens, LoRA of the head",
+            {"trainable_token_indices": {"embed_tokens": [1], "lm_head": [1]}},
+            "target_modules and the trained tokens both name 'lm_head'",
+        ),
         ("LoRA of the embedding", {"use_dora": True}, "'model.embed_tokens': use_dora of it is not supported"),
         ("LoRA of the embedding", {"lora_bias": True}, "'model.embed_tokens': lora_bias of it is not supported"),
         ("LoRA of the head", {"use_dora": True}, "'lm_head': use_dora of it is not supported"),
@@ -336,33 +341,33 @@ def test_inspect_takes_what_is_served(zoo: ModelZoo, name: str) -> None:
         (
             "LoRA of both",
             [
-                "has: A of a LoRA of the embedding, 131072 bytes; a step reads a column for each token",
-                "has: an adapter of the output layer, 131584 bytes; a step reads all of it, for the rows that are",
-                "has: the output layer as it was saved, 1048576 bytes; a step reads all of it",
+                "has: A of a LoRA of the embedding, 131072 bytes in the file; a step reads a column for each token",
+                "has: an adapter of the output layer, 131584 bytes in the file; a step reads all of it, for the rows",
+                "has: the output layer as it was saved, 1048576 bytes in the file; a step reads at most all of it",
                 "vocabulary: 8192 tokens, the base has 8192",
             ],
         ),
         (
             "saved linears",
-            ["has: own weights of linears of 5 modules, 20480 bytes; a step reads all, beside the base's"],
+            ["has: own weights of linears of 5 modules, 20480 bytes in the file; a step reads all, beside the base's"],
         ),
         (
             "LN tuning",
-            ["kind: LN_TUNING, served", "has: own weights of norms of 5 modules, 640 bytes; a step"],
+            ["kind: LN_TUNING, served", "has: own weights of norms of 5 modules, 640 bytes in the file; a step"],
         ),
         (
             "TrainableTokens",
             [
-                "has: trained tokens of the embedding, 204800 bytes; a step reads a row for each token that is one",
-                "has: trained tokens of the output layer, 204800 bytes; a step reads all of them, for the rows",
+                "has: trained tokens of the embedding, 204800 bytes in the file; a step reads a row for each token",
+                "has: trained tokens of the output layer, 204800 bytes in the file; a step reads all of them, for the",
             ],
         ),
         (
             "added tokens, saved",
             [
-                "has: an embedding of its own, 1074176 bytes; a step reads one row for each token",
-                "has: the embedding once more, 1074176 bytes; a step reads none of it",
-                "has: a layer as it was before training of 2 modules, 2148352 bytes; a step reads none of it",
+                "has: an embedding of its own, 1074176 bytes in the file; a step reads a row for each token",
+                "has: the embedding once more, 1074176 bytes in the file; a step reads none of it",
+                "has: a layer as it was before training of 2 modules, 2148352 bytes in the file; a step reads none",
                 "vocabulary: 8392 tokens, the base has 8192",
             ],
         ),

@@ -330,7 +330,7 @@ def test_errors_of_fetching_are_load_errors() -> None:
     assert AdapterFetchTimeoutError.http_status == 504
 
 
-@pytest.mark.parametrize("given", ["s3://bucket/adapter", "http://example.org/adapter", "file:///adapter"])
+@pytest.mark.parametrize("given", ["gs://bucket/adapter", "http://example.org/adapter", "file:///adapter"])
 def test_sources_of_other_kinds_are_refused_as_such(given: str) -> None:
     with pytest.raises(AdapterPathNotFoundError, match="this kind of source is not supported"):
         AdapterSource().fetch(given)

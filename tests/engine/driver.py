@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,14 @@ class Driver:
         """What a disconnect does."""
         self.engine.abort(self._front.outputs.remove(request_id))
         self._end(request_id, RequestAbortedError("the client left"))
+
+    def move(self, request_id: str) -> None:
+        """Withdraw a request, and add what its client has of it, as a front that moves it does."""
+        requests = self._front.outputs.unfinished(request_id)
+        withdrawn = self.engine.withdraw([each.request_id for each in requests])
+        assert list(withdrawn) == [each.request_id for each in requests]
+        for request in requests:
+            assert self.engine.add_request(replace(request, num_cached_tokens=withdrawn[request.request_id])) == []
 
     def step(self, num_steps: int = 1) -> None:
         """With look-ahead no step is left in flight: verbs in this thread would wait for its memory."""

@@ -22,6 +22,9 @@ from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, Bench, loaded
 from tests.fixtures import ModelZoo
 from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 
+pytestmark = pytest.mark.interpreter
+"""An engine on fake tensors takes seconds to warm up, and each test has one."""
+
 NUM_TOKENS = 6
 REQUESTS: tuple[tuple[str | None, dict[str, Any]], ...] = (
     (None, {}),

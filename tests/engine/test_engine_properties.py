@@ -11,6 +11,7 @@ import itertools
 import math
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from hypothesis.stateful import (
 from peft import LoraConfig
 
 from loraplex import LoRAConfig
+from loraplex.adapters.merging.dominance import DominanceRule
 from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.engine import memory_plan
@@ -48,6 +50,8 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.memory.space.arena import Owner
+from loraplex.models import dominant
+from loraplex.models.dominant import DominantMerger
 from tests.engine.alora_oracle import ActivatedOracle
 from tests.engine.driver import Driver, packed_nbytes
 from tests.engine.mix_oracles import active_oracle, cat_oracle
@@ -76,6 +80,7 @@ class World:
     one adapter, or through a mix of two with MIX_WEIGHTS; a mix that is not there is refused.
 
     scores: log probabilities to the bit, where an answer must have those. is_counted: room is a number of adapters.
+    is_merging: the adapter that dominates is merged.
     """
 
     base: Path
@@ -86,6 +91,7 @@ class World:
     scores: Mapping[tuple[str, ...], list[list[dict[int, float]]]] = field(default_factory=dict)
     mix_weights: tuple[float, float] = MIX_WEIGHTS
     is_counted: bool = False
+    is_merging: bool = False
 
     def content(self, number: int) -> str:
         return list(self.contents)[number % len(self.contents)]
@@ -206,6 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_loras=self.max_loras,
             max_cpu_loras=None if self.max_loras is None else self.max_loras + 1,
             aging_steps=aging_steps,
+            merge_dominant_adapter=self.world.is_merging,
         )
         self.driver = Driver(
             self.world.base,
@@ -459,10 +466,33 @@ class EngineMachine(RuleBasedStateMachine):
         assert set(WorkerLoRAManager(driver.engine.adapters).lora_index_to_id) == {None}
         cache = driver.engine._blocks._cache
         assert cache is None or cache._blocks_of_digest.keys() <= {""}, "KV of an adapter that is gone"
+        assert driver.engine.memory_report().tier("merged").num_adapters == 0, "a copy of an adapter that is gone"
 
 
 def test_nothing_is_lost_or_mixed_up(world: World) -> None:
     play(world, max_examples=60)
+
+
+def test_nothing_is_mixed_up_while_the_adapter_that_dominates_is_merged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy is awaited in the step after the one that began it, so that many steps are merged."""
+    monkeypatch.setattr(dominant, "DominanceRule", lambda: DominanceRule(window=2, bytes_per_s=math.inf))
+    monkeypatch.setattr(dominant, "MIN_GAIN", 0.0)
+    look_at, close, used = DominantMerger._look_at, DominantMerger.close, Counter[str]()
+
+    def awaited(merger: DominantMerger, job: Any) -> None:
+        assert job.is_done.wait(60)
+        look_at(merger, job)
+
+    def counted(merger: DominantMerger) -> None:
+        used.update(copies=merger.num_merges, steps=merger.num_steps)
+        close(merger)
+
+    monkeypatch.setattr(DominantMerger, "_look_at", awaited)
+    monkeypatch.setattr(DominantMerger, "close", counted)
+    play(replace(world, is_merging=True), max_examples=30)
+    assert used["steps"] > used["copies"] > 20
 
 
 def play(world: World, max_examples: int) -> None:

@@ -32,7 +32,7 @@ from loraplex.errors import (
 from tests.engine.driver import Driver
 from tests.engine.graph_tape import MaskedBackend, TapeDevice
 from tests.engine.mix_oracles import cat_oracle
-from tests.fixtures import FAMILIES, GreedyCase, ModelZoo
+from tests.fixtures import FAMILIES, REFERENCE_FAMILIES, GreedyCase, ModelZoo
 
 POSITIONS = 64
 FACTORS = (2.0, 4.0)
@@ -164,8 +164,16 @@ def test_in_one_batch_and_again_from_the_prefix_cache(family: Family, serve: Ope
     assert llm.stats().num_prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_prompts_in_chunks_beside_others_that_decode(family: Family, serve: OpenLLM, backend: str) -> None:
+def test_prompts_in_chunks_beside_others_that_decode(family: Family, serve: OpenLLM) -> None:
+    check_in_chunks(family, serve, "torch")
+
+
+@pytest.mark.parametrize("family", REFERENCE_FAMILIES, indirect=True)
+def test_prompts_in_chunks_by_the_reference(family: Family, serve: OpenLLM) -> None:
+    check_in_chunks(family, serve, "reference")
+
+
+def check_in_chunks(family: Family, serve: OpenLLM, backend: str) -> None:
     check(
         serve(family.base, lora_backend=backend, max_num_batched_tokens=23, max_num_seqs=5, num_threads=1),
         family.cases,

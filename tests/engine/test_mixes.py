@@ -21,7 +21,16 @@ from loraplex.core import AdapterMix, MixPart, Request, mix_digest
 from loraplex.errors import AdapterMixError, AdapterTooLargeError, InvalidRequestError
 from tests.engine.driver import packed_nbytes
 from tests.engine.mix_oracles import active_oracle, cat_oracle
-from tests.fixtures import ADAPTER_OPTIONS, FAMILIES, KIND_OPTIONS, VOCAB_SIZE, GreedyCase, ModelZoo, Oracle
+from tests.fixtures import (
+    ADAPTER_OPTIONS,
+    FAMILIES,
+    KIND_OPTIONS,
+    REFERENCE_FAMILIES,
+    VOCAB_SIZE,
+    GreedyCase,
+    ModelZoo,
+    Oracle,
+)
 
 NUM_TOKENS = 32
 PROMPT_LENGTH = 33
@@ -139,8 +148,17 @@ def test_each_alone_equals_peft(family: MixFamily) -> None:
         assert llm.stats().num_prefix_hit_tokens == 0
 
 
-@pytest.mark.parametrize("backend", ["native", "torch", "reference"])
+@pytest.mark.parametrize("backend", ["native", "torch"])
 def test_one_batch_of_all_equals_peft_and_again_from_the_prefix_cache(family: MixFamily, backend: str) -> None:
+    check_one_batch_and_again(family, backend)
+
+
+@pytest.mark.parametrize("family", REFERENCE_FAMILIES, indirect=True)
+def test_one_batch_of_all_by_the_reference(family: MixFamily) -> None:
+    check_one_batch_and_again(family, "reference")
+
+
+def check_one_batch_and_again(family: MixFamily, backend: str) -> None:
     with start(family, lora_backend=backend, num_threads=1) as llm:
         check(llm, family, family.cases)
         num_hits = llm.stats().num_prefix_hit_tokens

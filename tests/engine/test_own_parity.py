@@ -17,7 +17,7 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig
 from tests.engine.own_models import ask
-from tests.fixtures import FAMILIES, OWN_OPTIONS, VOCAB_SIZE, GreedyCase, ModelZoo
+from tests.fixtures import FAMILIES, OWN_OPTIONS, REFERENCE_FAMILIES, VOCAB_SIZE, GreedyCase, ModelZoo
 
 NUM_TOKENS = 32
 BLOCK_SIZE = 16
@@ -95,8 +95,16 @@ def test_in_one_batch_and_again_from_the_prefix_cache(family: OwnFamily) -> None
         assert server.llm.stats().num_prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_prompts_in_chunks_beside_others_that_decode(family: OwnFamily, backend: str) -> None:
+def test_prompts_in_chunks_beside_others_that_decode(family: OwnFamily) -> None:
+    check_in_chunks(family, "torch")
+
+
+@pytest.mark.parametrize("family", REFERENCE_FAMILIES, indirect=True)
+def test_prompts_in_chunks_by_the_reference(family: OwnFamily) -> None:
+    check_in_chunks(family, "reference")
+
+
+def check_in_chunks(family: OwnFamily, backend: str) -> None:
     with Server(family, lora_backend=backend, max_num_batched_tokens=11, max_num_seqs=7, num_threads=1) as server:
         server.check(family.cases)
 

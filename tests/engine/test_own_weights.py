@@ -343,6 +343,7 @@ def test_steps_without_their_capture_are_counted(llama: Family) -> None:
         assert calls >= NUM_TOKENS
 
 
+@pytest.mark.interpreter
 def test_triton_kernels_beside_own_weights(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: LoRA of the head is a kernel's, the rest is stock torch's."""
     backend = TritonBackend(CPU)

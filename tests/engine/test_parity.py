@@ -39,6 +39,7 @@ from tests.fixtures import (
     MIN_GAP,
     NUM_TOKENS,
     OWN_OPTIONS,
+    REFERENCE_FAMILIES,
     GreedyCase,
     ModelZoo,
     Oracle,
@@ -211,8 +212,16 @@ def test_in_one_mixed_batch_and_again_from_the_prefix_cache(family: FamilyCases)
         assert output.num_cached_tokens == (len(case.greedy.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_prompts_in_chunks_beside_others_that_decode(family: FamilyCases, backend: str) -> None:
+def test_prompts_in_chunks_beside_others_that_decode(family: FamilyCases) -> None:
+    check_in_chunks(family, "torch")
+
+
+@pytest.mark.parametrize("family", REFERENCE_FAMILIES, indirect=True)
+def test_prompts_in_chunks_by_the_reference(family: FamilyCases) -> None:
+    check_in_chunks(family, "reference")
+
+
+def check_in_chunks(family: FamilyCases, backend: str) -> None:
     with start(family, lora_backend=backend, max_num_batched_tokens=11, max_num_seqs=7, num_threads=1) as llm:
         assert llm.engine.info.backend == backend
         generate(llm, family.cases)
@@ -321,6 +330,7 @@ def test_the_cases_cover_every_honoured_field(family: FamilyCases) -> None:
             covered |= {name for name, value in config.items() if value != default.get(name)}
     covered |= {name for _, options, _ in OWN_OPTIONS.values() for name in options}  # test_own_parity.py
     covered |= {"alora_invocation_tokens"}  # test_alora_parity.py
+    covered |= {"use_bdlora"}  # tests/adapters/test_block_diagonal.py, tests/ranks/test_kinds.py
     covered |= {*CONTEXT_FIELDS, "vllm_lora_scaling_factor"}  # test_long_context.py
     assert HONOURED - covered == {"init_lora_weights"}, "it changes no inference"
 

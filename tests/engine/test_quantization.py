@@ -109,6 +109,7 @@ def test_a_trained_models_logits_move_less(quantization: str, allowed: float, ag
     assert (got.argmax(-1) == exact.argmax(-1)).float().mean() >= agreeing
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_tritons_logits_are_the_references(zoo: ModelZoo, quantization: str) -> None:
     pytest.importorskip("triton")

@@ -42,6 +42,7 @@ def steps_of(engine: EngineCore, max_tokens: int, max_num_seqs: int) -> list[Reh
     return list(rehearsals(max_tokens, max_num_seqs, engine.info.max_model_len, num_slots=2))
 
 
+@pytest.mark.interpreter
 def test_after_it_no_kernel_is_new(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = VariantLauncher()
     monkeypatch.setattr(build_module, "get_backend", lambda *_: TritonBackend(CPU, launcher))

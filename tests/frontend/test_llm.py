@@ -770,13 +770,13 @@ def test_settings_of_vllm_with_one_value(base: Path) -> None:
     with LLM(str(base), tensor_parallel_size=1, trust_remote_code=False, max_model_len=64) as llm:
         assert llm.generate(TEXT, GREEDY)
     for setting, value, why in (
-        ("tensor_parallel_size", 2, "an engine runs on one device"),
-        ("tensor_parallel_size", True, "an engine runs on one device"),
         ("trust_remote_code", True, "no code of a model's repository is run"),
         ("trust_remote_code", 0, "no code of a model's repository is run"),
     ):
         with pytest.raises(ConfigError, match=f"{setting}={value!r} is not supported: {why}"):
             LLM(str(base), **{setting: value})
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be >= 1, got True"):
+        LLM(str(base), tensor_parallel_size=True)
 
 
 def test_every_setting_is_a_keyword(base: Path) -> None:

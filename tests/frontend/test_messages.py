@@ -90,6 +90,7 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.GetStats(9),
     msg.StartProfile(11),
     msg.StopProfile(12),
+    msg.WithdrawRequests(14, ("r-1", "r-2")),
     msg.CheckIntegrity(13),
     msg.Shutdown(),
 )
@@ -116,6 +117,7 @@ RESULTS: Mapping[type | str, Any] = {
     msg.GetStats: STATS,
     msg.StartProfile: None,
     msg.StopProfile: STEPS,
+    msg.WithdrawRequests: {"r-1": None, "r-2": 16},
     msg.CheckIntegrity: None,
 }
 
@@ -331,6 +333,8 @@ REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "mix": st.lists(st.builds(MixPart, st.integers(1, 2**53), texts, st.floats(**bounded)), max_size=3).map(tuple),
     "adapter_from": st.integers(0, NEVER_ACTIVE),
     "max_model_len": st.integers(0, 2**31 - 1),
+    "output_token_ids": st.lists(token_ids, max_size=20).map(tuple),
+    "num_cached_tokens": st.none() | st.integers(0, 2**31 - 1),
 }
 LOGPROBS_OF_TOKENS = st.lists(
     st.dictionaries(

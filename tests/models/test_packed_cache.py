@@ -71,6 +71,16 @@ def test_a_second_start_maps_what_the_first_packed(
     assert torch.equal(logits(load(base, cache_of(base), quantization)), want)
 
 
+def test_a_folder_that_cannot_be_keeps_nothing(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A component of 300 characters in $LORAPLEX_CACHE ended the engine's start."""
+    cache = PackedCache(base.parent / ("x" * 300), base, ("float32", "panels16.1"))
+    model = load(base, cache)
+    thread = cache.save_soon(model.weighted_layers())
+    assert thread is not None
+    thread.join()
+    assert "packed weights are not kept" in caplog.text
+
+
 def test_panels_lie_on_cache_lines(base: Path) -> None:
     save(base, cache_of(base))
     with safe_open(cache_of(base).file, framework="pt") as opened:

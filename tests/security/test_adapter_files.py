@@ -26,7 +26,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loraplex.adapters import validation, weights
+from loraplex.adapters import files, validation, weights
+from loraplex.adapters.bin_file import OPCODES_A_TENSOR
 from loraplex.adapters.files import HEADER_BYTES_A_TENSOR, MAX_TENSORS, MIN_TENSORS, AdapterFolder, read_shards
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
@@ -333,6 +334,7 @@ def test_a_long_name_takes_steps_in_proportion_to_its_length(
     adapter: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """2,800 names of 500 characters took 5 s: the layer was looked for again from each character."""
+    monkeypatch.setattr(files, "MAX_NAME_DOTS", 512)
     module = (part * 500)[:480] + ("x" if part == "layers.1" else "")
     monkeypatch.setattr(validation, "_LAYER", counting := _CountingPattern(validation._LAYER.pattern))
     names = [f"model.{module}{number:03}.lora_A.weight" for number in range(40)]
@@ -723,6 +725,26 @@ def test_zips_of_very_many_members_and_long_pickles(adapter: Path) -> None:
     shutil.copy(ADAPTER / WEIGHTS, adapter / WEIGHTS)
     to_bin(adapter, lambda tensors: {**tensors, "x": "y" * 5_000_000})
     assert "a pickle of" in refusal(adapter).message
+
+
+def test_a_pickle_of_short_steps(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 million steps of one byte each took a minute: in the check, and in torch's unpickler again."""
+    to_bin(adapter)
+    with zipfile.ZipFile(adapter / BIN) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    pickled = next(name for name in members if name.endswith("data.pkl"))
+    members[pickled] = members[pickled][:2] + b"N" * 1_000_000 + members[pickled][2:]
+    _write_zip(adapter / BIN, members)
+    steps: list[None] = []
+    genops = pickletools.genops
+    monkeypatch.setattr(pickletools, "genops", lambda data: (steps.append(None) or step for step in genops(data)))
+    assert "steps" in refusal(adapter).message
+    assert len(steps) <= MIN_TENSORS * OPCODES_A_TENSOR + 1
+    parameters = {f"{number}.lora_A.weight": torch.nn.Parameter(torch.ones(1)) for number in range(100)}
+    torch.save(parameters, content := io.BytesIO())
+    with zipfile.ZipFile(content) as archive:
+        (real,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        assert sum(1 for _ in genops(archive.read(real))) < 100 * OPCODES_A_TENSOR * 3 / 4
 
 
 def test_a_pickle_of_references_to_itself(adapter: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from loraplex.adapters.hub import HubAdapter
 from loraplex.adapters.opener import AdapterOpener
+from loraplex.adapters.remote.hub import HubAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import (

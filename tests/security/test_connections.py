@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -388,6 +389,27 @@ def test_one_address_leaves_room_for_others(serve: Serve) -> None:
         with connect(server, GET, "127.0.0.3") as sock:
             assert sock.recv(2**16).startswith(b"HTTP/1.1 200 ")
     assert server.connections.refused == {"max_connections_per_ip": 1}
+
+
+@ON_BOTH_LOOPS
+def test_a_late_event_loop_does_not_close_what_came_in_time(serve: Serve) -> None:
+    """uvloop calls the timers that are due before it reads the sockets: another reader makes both late."""
+    server = serve(header_timeout_s=0.3)
+    begin, begun = socket.socketpair()
+    is_slow = threading.Event()
+
+    def read_slowly() -> None:
+        asyncio.get_running_loop().remove_reader(begun)
+        is_slow.set()
+        time.sleep(0.6)
+
+    with begin, begun, connect(server) as sock:
+        server.call(lambda: asyncio.get_running_loop().add_reader(begun, read_slowly))
+        until(lambda: server.connections.num_open == 1)
+        begin.send(b" ")
+        assert is_slow.wait(20)
+        sock.sendall(GET)
+        assert sock.recv(2**16).startswith(b"HTTP/1.1 200 ")
 
 
 @ON_BOTH_LOOPS

@@ -10,7 +10,7 @@ import itertools
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -150,15 +150,23 @@ def furnish(directory: Path) -> None:
             registry.load(name, f"/{name}", lora_int_id=int(name[1:]) + 100)
 
 
-def edit(state: Path, script: str) -> None:
+@contextmanager
+def opened(state: Path) -> Iterator[sqlite3.Connection]:
+    """Without a wait for the disk: no edit has to outlive a crash."""
     with closing(sqlite3.connect(state / "journal.sqlite")) as database:
+        database.execute("PRAGMA synchronous = OFF")
+        yield database
+
+
+def edit(state: Path, script: str) -> None:
+    with opened(state) as database:
         database.executescript(script)
 
 
 def set_value(state: Path, column: str, value: str, where: str = "name = 'n2'") -> bool:
     """Whether SQLite keeps such a value there. NOT NULL is off meanwhile, as in an editor of files."""
     table, _, name = column.partition(".")
-    with closing(sqlite3.connect(state / "journal.sqlite")) as database:
+    with opened(state) as database:
         [sql] = database.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone()
     _set_schema(state, table, sql.replace("NOT NULL", ""))
     try:
@@ -171,7 +179,7 @@ def set_value(state: Path, column: str, value: str, where: str = "name = 'n2'") 
 
 
 def _set_schema(state: Path, table: str, sql: str) -> None:
-    with closing(sqlite3.connect(state / "journal.sqlite")) as database:
+    with opened(state) as database:
         database.execute("PRAGMA writable_schema = ON")
         database.execute("UPDATE sqlite_master SET sql = ? WHERE name = ?", (sql, table))
         database.commit()

@@ -121,8 +121,7 @@ async def test_few_tokens_of_many_characters_are_written_in_a_thread(
     is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    for name in ("response", "chunks"):
-        monkeypatch.setattr(CompletionRenderer, name, noting(getattr(CompletionRenderer, name), threads))
+    monkeypatch.setattr(CompletionRenderer, "_choice", noting(CompletionRenderer._choice, threads))
     app = create_app(FakeAsyncEngine(tokenizer=GreedyTokenizer()), ServerConfig())
     text = "\t" * (CHARS_A_TOKEN * (openai_api.LONG_ANSWER + 1))
     fields = {"model": "base", "prompt": text, "max_tokens": 1, "echo": True, "stream": is_stream}

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -324,6 +325,17 @@ def test_a_check_needs_a_directory_that_is_there_and_free(state: Path) -> None:
     assert not (state / "nowhere").exists()
     with SqliteJournal(state, BASE), pytest.raises(ConfigError, match="in use by another server"):
         check_state(state)
+
+
+@pytest.mark.parametrize("verb", [check_state, repair_state])
+def test_a_directory_that_is_no_servers_is_left_as_it_is(tmp_path: Path, verb: Callable[[Path], Any]) -> None:
+    """`state check /` left a file in it; a file `lock` of another program was overwritten."""
+    (tmp_path / "lock").write_text("of another program")
+    (tmp_path / "copies").mkdir()
+    with pytest.raises(ConfigError, match="has no journal and no copy of one"):
+        verb(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"copies", "lock"}
+    assert (tmp_path / "lock").read_text() == "of another program"
 
 
 def test_a_whole_directory_is_left_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

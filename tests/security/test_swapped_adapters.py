@@ -10,19 +10,30 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
-from loraplex.adapters.opener import AdapterOpener, read_spec
+from loraplex.adapters import opener
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.opener import REFUSED_S, AdapterOpener, SourceReader, read_spec
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.weights import CheckedReader
 from loraplex.core import AdapterSpec
 from loraplex.demo.tasks import TASKS, adapter_path
-from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, AdapterUnavailableError
+from loraplex.errors import (
+    AdapterBusyError,
+    AdapterContentChangedError,
+    AdapterLoadError,
+    AdapterPathForbiddenError,
+    AdapterUnavailableError,
+    AdapterValidationError,
+)
 from tests.frontend.processes import Client, demo_config, within
 from tests.security.demo_reader import demo_reader
 
@@ -230,6 +241,96 @@ def test_the_engine_reads_a_known_version_only_where_it_was(adapter: Path, swapp
     with pytest.raises(AdapterPathForbiddenError) as caught:
         read_spec(spec, AdapterSource(roots), demo_reader())
     check_refused(caught.value, swapper, outside)
+
+
+class CountingReader:
+    """Of the demo's base; `num_reads` of all files."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+        self._reader = demo_reader()
+
+    def read(self, *args: Any) -> Any:
+        self.num_reads += 1
+        return self._reader.read(*args)
+
+
+def damage(adapter: Path) -> None:
+    (adapter / CONFIG).write_text("{}")
+
+
+def exchange(adapter: Path) -> None:
+    """For another sound adapter."""
+    for name in (CONFIG, WEIGHTS):
+        shutil.copy(adapter_path(TASKS[1].name) / name, adapter / name)
+
+
+@pytest.mark.parametrize("spoil", [damage, exchange])
+def test_what_was_refused_is_not_read_again_while_it_is_the_same(
+    adapter: Path, spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Each request for a swapped adapter read its files, in the engine's loader, for up to 0.6 s."""
+    counting, now = CountingReader(), [0.0]
+    reader = SourceReader(AdapterSource(), cast(CheckedReader, counting), lambda: now[0])
+    digest = demo_reader().read(adapter, PEFTHelper.from_local_dir(adapter)).adapter_digest
+    spec = AdapterSpec(1, "sql", 1, digest, str(adapter), 1, 8)
+    before = shutil.copytree(adapter, tmp_path / "before")
+    for _ in range(2):
+        assert reader.read(spec).adapter_id == 1
+    assert counting.num_reads == 2
+    spoil(adapter)
+    refusals = []
+    for _ in range(5):
+        with pytest.raises((AdapterLoadError, AdapterContentChangedError)) as caught:
+            reader.read(spec)
+        refusals.append((type(caught.value), caught.value.message))
+    assert len(set(refusals)) == 1
+    assert counting.num_reads == 3
+    with pytest.raises((AdapterLoadError, AdapterContentChangedError)):
+        reader.read(replace(spec, adapter_id=2, adapter_digest="0" * 64))
+    assert counting.num_reads == 4, "another version is judged for itself"
+    now[0] = REFUSED_S
+    with pytest.raises((AdapterLoadError, AdapterContentChangedError)):
+        reader.read(spec)
+    assert counting.num_reads == 5
+    for name in (CONFIG, WEIGHTS):
+        shutil.copy2(before / name, adapter / name)
+    assert reader.read(spec).adapter_digest == digest
+    assert counting.num_reads == 6
+
+
+def test_files_whose_time_was_set_back_are_read_again(adapter: Path) -> None:
+    reader = SourceReader(AdapterSource(), demo_reader())
+    model = demo_reader().read(adapter, PEFTHelper.from_local_dir(adapter))
+    spec = AdapterSpec(1, "sql", 1, model.adapter_digest, str(adapter), 1, 8)
+    config, status = (adapter / CONFIG).read_text(), (adapter / CONFIG).stat()
+    (adapter / CONFIG).write_text(config.replace('"r": ', '"s": '))
+    with pytest.raises(AdapterValidationError):
+        reader.read(spec)
+    (adapter / CONFIG).write_text(config)
+    os.utime(adapter / CONFIG, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert reader.read(spec).adapter_digest == spec.adapter_digest
+
+
+def test_a_source_that_could_not_be_read_is_tried_again(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = demo_reader().read(adapter, PEFTHelper.from_local_dir(adapter))
+    spec = AdapterSpec(1, "sql", 1, model.adapter_digest, str(adapter), 1, 8)
+    reader = SourceReader(AdapterSource(), demo_reader())
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedReader, "read", lambda *args: (_ for _ in ()).throw(AdapterBusyError("come again")))
+        with pytest.raises(AdapterBusyError):
+            reader.read(spec)
+    assert reader.read(spec).adapter_digest == spec.adapter_digest
+
+
+def test_the_refusals_that_are_known_are_bounded(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opener, "MAX_REFUSED", 4)
+    counting = CountingReader()
+    reader = SourceReader(AdapterSource(), cast(CheckedReader, counting))
+    for number in (*range(6), 5, 0):
+        with pytest.raises(AdapterContentChangedError):
+            reader.read(AdapterSpec(number, "sql", 1, "0" * 64, str(adapter), 1, 8))
+    assert counting.num_reads == 7, "the last is known, the first no longer"
 
 
 @pytest.fixture

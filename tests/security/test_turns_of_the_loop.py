@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from loraplex.core import SamplingParams
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
 from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
 from loraplex.server.pacing import TimeSlices, Turns
+from loraplex.server.schemas import CompletionRequest
 from loraplex.server.streaming import merge
-from loraplex.testing import FakeAsyncEngine
+from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
 from loraplex.testing.fake_engine import FakeModelInfo
 from tests.server.raw_connection import Connection
 
@@ -143,16 +145,16 @@ async def test_streams_that_begin_together_write_their_prompts_one_by_one(
 ) -> None:
     """Each in a turn of its own, a long one in a thread."""
     threads: list[int] = []
-    chunks = completions.CompletionRenderer.chunks
+    choice = completions.CompletionRenderer._choice
 
-    def counted(self: Any, prompt_index: int, output: Any) -> bytes:
+    def counted(self: Any, prompt_index: int, output: Any, *rest: Any) -> Any:
         if output.prompt_token_ids not in (written := self.__dict__.setdefault("written", [])):
             written.append(output.prompt_token_ids)  # the first chunk has the prompt
             threads.append(threading.get_ident())
             turns.count()
-        return chunks(self, prompt_index, output)
+        return choice(self, prompt_index, output, *rest)
 
-    monkeypatch.setattr(completions.CompletionRenderer, "chunks", counted)
+    monkeypatch.setattr(completions.CompletionRenderer, "_choice", counted)
     app = create_app(FakeAsyncEngine(model_info=FakeModelInfo(max_model_len=8192)), ServerConfig())
     fields = {"model": "base", "prompt": [5] * num_tokens, "max_tokens": 1, "echo": True, "stream": True}
     async with client_of(app) as client:
@@ -244,3 +246,29 @@ async def test_short_work_is_done_latest_first(turns: TurnCounter) -> None:
         await asyncio.sleep(0)
     assert done == [0, 4, 3, 2, 1]
     assert set(turns.happened.values()) == {1}
+
+
+@pytest.mark.parametrize("has_own_defaults", [False, True])
+async def test_sampling_parameters_for_many_adapters_are_made_one_a_turn(
+    turns: TurnCounter, monkeypatch: pytest.MonkeyPatch, has_own_defaults: bool
+) -> None:
+    """And once for adapters with the same defaults: a thousand names with many biases held the loop for 900 ms."""
+    names = [f"a{number}" for number in range(100)]
+    engine = FakeAsyncEngine({name: f"/{name}" for name in names})
+    shared = {"top_k": 7}
+    for name in names:
+        defaults = dict(shared) if has_own_defaults else shared
+        engine.texts[name] = FakeText(FakeTokenizer(), FakeTokenizer.vocab_size, defaults, name, True)
+    make = CompletionRequest.to_sampling_params
+
+    def counted(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+        turns.count()
+        return make(body, defaults)
+
+    monkeypatch.setattr(CompletionRequest, "to_sampling_params", counted)
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        body = {"model": "base", "prompt": names, "lora_path": names, "max_tokens": 1}
+        reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert turns.happened.total() == (100 if has_own_defaults else 1)
+    assert max(turns.happened.values()) == 1

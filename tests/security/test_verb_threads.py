@@ -30,7 +30,7 @@ async def test_an_engine_gets_its_adapters_again_while_every_verb_thread_waits()
     for _ in range(NUM_VERB_THREADS):
         engine._verbs.submit(release.wait)
     try:
-        await asyncio.wait_for(engine._restore(), 5)
+        await asyncio.wait_for(engine._restore(engine._runners.first), 5)
     finally:
         release.set()
     assert restored.is_set()

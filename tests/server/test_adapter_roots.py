@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.errors import AdapterPathForbiddenError
+from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError, ConfigError
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.testing import FakeAsyncEngine
@@ -104,3 +104,27 @@ async def test_every_route_that_takes_a_path_checks_it(root: Path, url: str) -> 
         assert not engine.has_adapter("x")
         good = {key: f"{root}/good" if value == "/etc" else value for key, value in bodies[url].items()}
         assert (await client.post(url, json=good)).status_code == 200
+
+
+def test_object_stores(root: Path) -> None:
+    one, anything = roots(root, "s3://bucket/team"), roots(host="127.0.0.1")
+    for path in ("s3://bucket/team", "s3://bucket/team/a", "s3://bucket/team/a/"):
+        one.check(path)
+        anything.check(path)
+        for other in (roots(), roots(root), roots(root, "hf://")):
+            with pytest.raises(AdapterPathForbiddenError, match="outside what this server may load"):
+                other.check(path)
+    for path in ("s3://bucket/team2/a", "s3://bucket", "s3://other/team/a"):
+        with pytest.raises(AdapterPathForbiddenError, match="only what its operator chose"):
+            one.check(path)
+    for path in ("s3://bucket/team/../other", "s3://bucket/team//a", "s3://bucket/team/%2e%2e"):
+        with pytest.raises(AdapterPathNotFoundError, match="no place in an object store") as caught:
+            one.check(path, "new_path")
+        assert caught.value.param == "new_path"
+    one.check(str(root / "good"))
+
+
+@pytest.mark.parametrize("bad", ["s3://", "s3://Bucket", "s3://bucket/../x"])
+def test_a_root_that_is_no_place_in_an_object_store_is_refused_at_the_start(bad: str) -> None:
+    with pytest.raises(ConfigError, match="which is no place in an object store"):
+        ServerConfig(adapter_roots=(bad,))

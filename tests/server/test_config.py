@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from loraplex.config import RegistryDatabase
 from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig, ServerSettings
+from loraplex.server.config import registry_database
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,8 @@ from loraplex.server import ServerConfig, ServerSettings
         ({"shutdown_grace_s": float("nan")}, "shutdown_grace_s"),
         ({"keep_alive_s": 0}, "keep_alive_s"),
         ({"log_level": "loud"}, "log_level"),
+        ({"database_url": ""}, "database_url"),
+        ({"database_patience_s": 0.1}, "database_patience_s"),
     ],
 )
 def test_settings_that_cannot_be(fields: dict[str, Any], name: str) -> None:
@@ -55,6 +59,23 @@ def test_roots_are_resolved(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     config = ServerConfig(adapter_roots=(str(tmp_path / "link"), "hf://org"))
     assert config.local_adapter_roots == ((tmp_path / "real").resolve(),)
+
+
+def test_the_url_of_a_database_comes_from_the_variable_and_is_in_no_repr() -> None:
+    environment = {"LORAPLEX_DATABASE_URL": "postgresql://x:SECRET@host/of_variable"}
+    assert registry_database(ServerConfig(), environment) == RegistryDatabase(
+        "postgresql://x:SECRET@host/of_variable", 3.0
+    )
+    assert environment == {}, "child processes inherit it"
+    config = ServerConfig(database_url="postgresql://x:SECRET@host/flag", database_patience_s=5.0)
+    database = registry_database(config, {})
+    assert database == RegistryDatabase("postgresql://x:SECRET@host/flag", 5.0)
+    assert "SECRET" not in repr(config) + repr(database)
+    assert registry_database(ServerConfig(state_dir="/state"), {}) is None
+    with pytest.raises(ConfigError, match="two places for the same names"):
+        registry_database(ServerConfig(state_dir="/state", database_url="postgresql://host/x"), {})
+    with pytest.raises(ConfigError, match="LORAPLEX_DATABASE_URL is set and empty"):
+        registry_database(ServerConfig(), {"LORAPLEX_DATABASE_URL": ""})
 
 
 def test_every_setting_has_its_help() -> None:

@@ -12,13 +12,15 @@ import pytest
 from fastapi import FastAPI
 
 import loraplex
+from loraplex.adapters.registry import DatabaseHealth, DatabaseState
 from loraplex.core import RequestOutput, SamplingParams
-from loraplex.errors import EngineOverloadedError
-from loraplex.metrics import EngineStats, StepTimes
+from loraplex.errors import EngineDeadError, EngineOverloadedError
+from loraplex.metrics import EngineStats, RunnerReport, StepTimes
 from loraplex.server import ServerConfig, create_app, health_api
 from loraplex.server.context import ServerContext
 from loraplex.server.schemas import CompletionRequest
 from loraplex.testing import FakeAsyncEngine
+from loraplex.testing.fake_engine import FakeHealth
 from tests.server.conftest import client_of
 
 
@@ -52,6 +54,27 @@ async def test_a_dead_engine_is_503_with_the_reason(client: httpx.AsyncClient, e
     response = await client.post("/v1/completions", json={"model": "base", "prompt": "hi"})
     assert response.status_code == 503
     assert "it ran out of memory" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("state", "away_s", "expected"),
+    [
+        (DatabaseState.CONNECTED, 0.0, {"status": "ok", "database": "connected"}),
+        (DatabaseState.DOWN, 12.34, {"status": "degraded", "database": "down", "database_away_s": 12.3}),
+        (DatabaseState.SILENT, 2.0, {"status": "degraded", "database": "silent", "database_away_s": 2.0}),
+    ],
+)
+async def test_a_database_that_is_away_is_said_and_is_no_reason_to_start_the_server_again(
+    client: httpx.AsyncClient,
+    engine: FakeAsyncEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    state: DatabaseState,
+    away_s: float,
+    expected: dict[str, object],
+) -> None:
+    monkeypatch.setattr(engine, "health", lambda: FakeHealth(True, database=DatabaseHealth(state, away_s)))
+    response = await client.get("/health")
+    assert (response.status_code, response.json()) == (200, expected)
 
 
 async def test_a_dead_engine_says_when_to_come_again(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
@@ -207,3 +230,34 @@ async def test_every_route_is_in_the_docs(client: httpx.AsyncClient) -> None:
     short = ("/unpin", "/evict", "/preload")  # listed behind /pin
     missing = [path for path, shown in endings.items() if shown not in text and not path.endswith(short)]
     assert not missing
+
+
+SERVING = RunnerReport("0", "cpu", stats=EngineStats())
+
+
+async def test_a_probe_whose_runner_ends_tries_another_one_that_serves(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine
+) -> None:
+    """A balancer would take the whole server out for one runner."""
+    engine.reports = (SERVING, RunnerReport("1", "cpu", "it is being restarted"))
+    engine.fail_next(EngineDeadError("nothing was heard of it for 10 s"))
+    response = await client.get("/health", params={"probe": "generate"})
+    assert (response.status_code, response.json()["status"]) == (200, "degraded")
+    assert len(engine.requests) == 2
+
+
+async def test_a_probe_tries_as_many_runners_as_there_are(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    engine.reports = (SERVING, SERVING)
+    for _ in range(3):
+        engine.fail_next(EngineDeadError("crashed"))
+    assert (await client.get("/health", params={"probe": "generate"})).status_code == 503
+    assert len(engine.requests) == 2
+
+
+async def test_the_death_of_an_engine_that_serves_again_is_not_kept(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine
+) -> None:
+    engine.fail_next(EngineDeadError("crashed"))
+    response = await client.get("/health", params={"probe": "generate"})
+    assert (response.status_code, "crashed" in response.json()["error"]["message"]) == (503, True)
+    assert (await client.get("/health", params={"probe": "generate"})).status_code == 200

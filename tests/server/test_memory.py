@@ -27,6 +27,7 @@ REPORT = MemoryReport(
     quarantined={1: "NaN", 99: "gone"},
     counters={"hits": 3, "load_seconds": 0.5},
     history=(MemorySample(1.5, MemoryMode.NORMAL, {"host": 0.5}, {"host": 5, "kv": 3}, 0.25),),
+    merged=(1, 99),
 )
 
 
@@ -71,6 +72,7 @@ async def test_the_whole_report(client: httpx.AsyncClient, engine: FakeAsyncEngi
                 "fragmentation": 0.25,
             }
         ],
+        "merged": [{"adapter_id": 1, "adapter": name}, {"adapter_id": 99, "adapter": None}],
         "top_adapters": None,
     }
 

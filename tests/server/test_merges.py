@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +16,17 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from loraplex.adapters import tensors
+from loraplex.adapters.merging import export as exporting
 from loraplex.adapters.merging import merge as merging
+from loraplex.adapters.merging import outline as outlines
 from loraplex.adapters.merging.outline import Origin, Outline, reader_limits
+from loraplex.adapters.merging.part_folder import PART_PREFIX, remove_parts
 from loraplex.adapters.merging.wish import MergeWish
-from loraplex.adapters.merging.written import PART_PREFIX, remove_parts, write_directory
+from loraplex.adapters.merging.written import write_directory
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import adapter_path
@@ -34,9 +43,10 @@ from loraplex.frontend import making, merge_process
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.config import output_folder
 from loraplex.testing import FakeAsyncEngine
+from tests.server.asgi_call import AsgiCall
 from tests.server.conftest import client_of
 
-MERGE = "/v1/adapters/merge"
+MERGE, EXPORT = "/v1/adapters/merge", "/v1/adapters/{}/export"
 PAIR = [{"name": "upper", "weight": 0.7}, {"name": "reverse", "weight": -0.3}]
 
 
@@ -142,8 +152,6 @@ async def test_a_merge_is_made_beside_requests_and_loaded_under_its_name(
 
 
 def load_all(folder: Path) -> list[Any]:
-    from safetensors.torch import load_file
-
     return list(load_file(folder / "adapter_model.safetensors").values())
 
 
@@ -209,6 +217,19 @@ async def test_a_cancelled_merge_leaves_nothing(client: httpx.AsyncClient, made:
     assert (await over(client, "merge-3"))["state"] == "done"
     assert (await client.delete("/v1/merges/merge-3")).json()["state"] == "done"
     assert (await client.get("/v1/adapters/both")).status_code == 200
+
+
+async def test_merges_that_wait_when_the_server_ends_are_cancelled(
+    engine: FakeAsyncEngine, made: Path, here: None, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = create_app(engine, ServerConfig(adapter_output_dir=str(made)))
+    async with client_of(app) as client:
+        for name in ("first", "second", "third"):
+            await started(client, name)
+        app.state.context.maker.close()
+        gate.set()
+        assert [(await over(client, f"merge-{number}"))["state"] for number in (1, 2, 3)] == ["cancelled"] * 3
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_one_merge_runs_at_a_time_and_so_many_wait(client: httpx.AsyncClient, gate: threading.Event) -> None:
@@ -330,7 +351,7 @@ def test_a_cancelled_process_is_ended_at_once(process: merge_process.MergeProces
     def cancel(done: int, _total: int) -> None:
         if done == 1:
             is_cancelled.set()
-            process.end()
+            process.kill()
 
     with pytest.raises(RequestAbortedError):
         process.make(plan(), tmp_path / "out", 2**30, cancel, is_cancelled.is_set)
@@ -338,8 +359,17 @@ def test_a_cancelled_process_is_ended_at_once(process: merge_process.MergeProces
 
 
 async def test_a_merge_that_runs_is_cancelled_with_its_process(
-    client_with_process: httpx.AsyncClient, made: Path
+    client_with_process: httpx.AsyncClient, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process of the least priority takes long to end on a busy machine. The event loop does not wait for it."""
+    waiting: list[threading.Thread] = []
+    wait = subprocess.Popen.wait
+
+    def noted(process: subprocess.Popen[str], timeout: float | None = None) -> int:
+        waiting.append(threading.current_thread())
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", noted)
     await started(client_with_process)
     while (await client_with_process.get("/v1/merges/merge-1")).json()["state"] == "waiting":
         await asyncio.sleep(0.01)
@@ -347,6 +377,8 @@ async def test_a_merge_that_runs_is_cancelled_with_its_process(
     assert (await client_with_process.delete("/v1/merges/merge-1")).status_code == 200
     assert (await over(client_with_process, "merge-1"))["state"] == "cancelled"
     assert [path.name for path in made.iterdir()] == [f"{PART_PREFIX}both-other"], "of another folder"
+    assert waiting, "the process was not ended"
+    assert threading.main_thread() not in waiting
 
 
 def test_what_an_ended_process_left_of_a_folder_is_removed(tmp_path: Path) -> None:
@@ -420,8 +452,6 @@ async def test_an_export_is_written_into_the_servers_folder(client: httpx.AsyncC
 async def test_files_that_changed_are_not_exported_as_what_is_served(
     client: httpx.AsyncClient, tmp_path: Path, made: Path
 ) -> None:
-    import shutil
-
     shutil.copytree(adapter_path("upper"), tmp_path / "copy")
     assert (await client.post("/v1/adapters", json={"name": "c", "path": str(tmp_path / "copy")})).status_code == 200
     config = tmp_path / "copy" / "adapter_config.json"
@@ -431,6 +461,118 @@ async def test_files_that_changed_are_not_exported_as_what_is_served(
     merge = await client.post(MERGE, json={"name": "m", "adapters": [{"name": "c", "weight": 1}]})
     assert (await over(client, merge.json()["id"]))["state"] == "failed"
     assert list(made.iterdir()) == []
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Exports stop before their first step until it is set."""
+    opening, export_adapter = threading.Event(), exporting.export_adapter
+
+    def wait(*args: Any) -> Any:
+        assert opening.wait(60)
+        return export_adapter(*args)
+
+    monkeypatch.setattr(exporting, "export_adapter", wait)
+    yield opening
+    opening.set()
+
+
+async def test_so_many_exports_run_or_wait_and_the_next_is_refused(
+    client: httpx.AsyncClient, exports: threading.Event, made: Path
+) -> None:
+    calls = {asyncio.create_task(client.post(EXPORT.format("upper"))) for _ in range(making.MAX_EXPORTS + 1)}
+    (refused,), waiting = await asyncio.wait(calls, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    assert refused.result().status_code == 429
+    exports.set()
+    assert [(await task).status_code for task in waiting] == [200] * making.MAX_EXPORTS
+    assert (await client.post(EXPORT.format("upper"))).status_code == 200
+    assert len(list(made.iterdir())) == making.MAX_EXPORTS + 1
+
+
+async def test_an_export_ends_with_its_clients_connection(
+    engine: FakeAsyncEngine, exports: threading.Event, made: Path
+) -> None:
+    app = create_app(engine, ServerConfig(adapter_output_dir=str(made)))
+    calls = [AsgiCall(app, EXPORT.format("upper"), {}) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    for call in calls:
+        call.disconnect()
+        await asyncio.wait_for(call.task, 60)
+    exports.set()
+    async with client_of(app) as client:
+        assert (await client.post("/v1/adapters/reverse/export")).status_code == 200
+    (folder,) = made.iterdir()
+    assert folder.name.startswith("reverse-")
+    app.state.context.maker.close()
+
+
+# ----------------------------------------------------------------------------------------------------- plans of .bin
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    """`upper` as a .bin."""
+    path = Path(shutil.copytree(adapter_path("upper"), tmp_path / "pickled"))
+    torch.save(load_file(path / "adapter_model.safetensors"), path / "adapter_model.bin")
+    (path / "adapter_model.safetensors").unlink()
+    return path
+
+
+async def test_a_bin_beyond_the_bound_is_not_read_to_plan_a_merge(
+    engine: FakeAsyncEngine, made: Path, pickled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve plans of a .bin of 30 MB took 700 MB, and were refused for their size."""
+    app = create_app(engine, ServerConfig(adapter_output_dir=str(made), max_merge_bytes=2**20))
+    async with client_of(app) as client:
+        assert (await client.post("/v1/adapters", json={"name": "p", "path": str(pickled)})).status_code == 200
+        with (pickled / "adapter_model.bin").open("ab") as file:
+            file.truncate(2**20)
+        monkeypatch.setattr(tensors, "read_bin", lambda *args: pytest.fail("it was read"))
+        for path, body in ((MERGE, {"name": "m", "adapters": [{"name": "p", "weight": 1}]}), (EXPORT.format("p"), {})):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400
+            assert "would take 3145728 bytes of memory and 1048576 are the limit" in response.text
+    app.state.context.maker.close()
+
+
+async def test_plans_parse_one_file_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen plans of an adapter with 14,000 long names held up the event loop for 0.4 s again and again."""
+    running, most, read_modules = 0, 0, outlines._modules
+
+    def read(*args: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threading.Event().wait(0.02)  # others may come to it meanwhile, if anything lets them
+        running -= 1
+        return read_modules(*args)
+
+    monkeypatch.setattr(outlines, "_modules", read)
+    origins = [Origin(name, str(adapter_path(name)), AdapterSource()) for name in ("upper", "reverse")]
+    wish = MergeWish(adapters=(("upper", 1.0), ("reverse", 1.0)))
+    await asyncio.gather(*(asyncio.to_thread(merging.plan_merge, origins, wish, 2**30) for _ in range(4)))
+    assert most == 1
+
+
+async def test_plans_have_one_bin_in_memory(pickled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    most, read_bin = [0], tensors.read_bin
+
+    class Loaded(dict[str, torch.Tensor]):
+        """That a weak reference may be to."""
+
+    def read(*args: Any) -> Any:
+        loaded = Loaded(read_bin(*args))
+        alive.append(weakref.ref(loaded))
+        most.append(sum(each() is not None for each in alive))
+        threading.Event().wait(0.05)  # others may come to it meanwhile, if anything lets them
+        return loaded
+
+    monkeypatch.setattr(tensors, "read_bin", read)
+    origins, wish = [Origin("p", str(pickled), AdapterSource())], MergeWish(adapters=(("p", 1.0),))
+    plans = [asyncio.to_thread(merging.plan_merge, origins, wish, 2**30) for _ in range(6)]
+    assert len(await asyncio.gather(*plans)) == len(alive) == 6
+    assert max(most) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- clones

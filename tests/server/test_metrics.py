@@ -130,6 +130,8 @@ async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: Fa
         ("loraplex:cpu_preemptions_total", None, 18),
         ("loraplex:threads", None, 4),
         ("loraplex:active_threads", None, 3),
+        ("loraplex:adapter_merges_total", None, 19),
+        ("loraplex:merged_steps_total", None, 20),
     ],
 )
 def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expected: float) -> None:
@@ -158,6 +160,8 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
                 "hits": 11,
                 "misses": 12,
                 "evictions_device:room": 13,
+                "merges": 19,
+                "merged_steps": 20,
             },
         ),
         kernel_fallbacks={"add_lora: no such dtype": 17},
@@ -219,3 +223,18 @@ def test_a_label_has_a_hundred_names_at_most() -> None:
     running = labels["running_lora_adapters"].split(",")
     assert (len(running), running[0], running[-1]) == (101, "a000", "...+30")
     assert len(labels["waiting_lora_adapters"].split(",")) == 100
+
+
+def test_a_merged_adapter_has_all_its_names() -> None:
+    engine = FakeAsyncEngine({f"a{index:03}": f"/a{index}" for index in range(130)})
+    assert engine.registry is not None
+    refs = engine.registry.refs()
+    merged = tuple(refs[name].adapter_id for name in ("a007", "a003"))
+    found = parse(MetricsPage("base").render(EngineStats(memory=MemoryReport(merged=merged)), refs).decode())
+    labels = {"model_name": "base", "engine": "0"}
+    samples = [({**labels, "adapter": "a003"}, 1.0), ({**labels, "adapter": "a007"}, 1.0)]
+    assert found["loraplex:adapter_merged"] == samples
+    every = MemoryReport(merged=tuple(ref.adapter_id for ref in refs.values()))
+    found = parse(MetricsPage("base").render(EngineStats(memory=every), refs).decode())
+    assert len(found["loraplex:adapter_merged"]) == 100
+    assert "loraplex:adapter_merged" not in parse(MetricsPage("base").render(EngineStats(), refs).decode())

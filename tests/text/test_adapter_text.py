@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ from loraplex.errors import (
     AdapterBusyError,
     AdapterError,
     AdapterFileFormatError,
+    AdapterUnavailableError,
     AdapterValidationError,
     InvalidRequestError,
 )
@@ -350,10 +354,11 @@ HOSTILE = {
 def test_what_a_template_costs_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next chat is rendered all the same."""
     templates, chat = TemplateProcesses(), {"messages": [{"role": "user", "content": "hi"}]}
-    began_s = time.monotonic()
+    began_s, started = time.monotonic(), starts(monkeypatch)
     with pytest.raises(InvalidRequestError, match=r"more than 2 s or too much memory|MemoryError|more than 16777216"):
         templates.render(source, chat)
     assert time.monotonic() - began_s < 30
+    assert len(started) == 1, "what a limit ended is not tried again"
     assert templates.render("{{ messages[0].content }}", chat) == "hi"
     templates.close()
 
@@ -427,6 +432,66 @@ def test_without_a_process_the_request_is_told_to_come_again(monkeypatch: pytest
         with pytest.raises(AdapterBusyError, match=r"could not be started .*Too many open files"):
             templates.render("x", {})
     assert templates.render("x", {}) == "x"
+
+
+def starts(monkeypatch: pytest.MonkeyPatch, *signals: signal.Signals) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started. The first ones get these signals."""
+    started, start = [], template_process._start
+
+    def noted() -> subprocess.Popen[bytes]:
+        started.append(start())
+        if len(started) <= len(signals):
+            started[-1].send_signal(signals[len(started) - 1])
+        return started[-1]
+
+    monkeypatch.setattr(template_process, "_start", noted)
+    return started
+
+
+@pytest.mark.parametrize("code", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_killed_from_outside_is_not_the_templates_fault(
+    code: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates, started = TemplateProcesses(), starts(monkeypatch, code)
+    assert templates.render("x", {}) == "x"
+    assert len(started) == 2
+    templates.close()
+
+
+def test_a_process_killed_again_is_told_as_the_servers_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    templates, started = TemplateProcesses(), starts(monkeypatch, signal.SIGKILL, signal.SIGKILL)
+    with pytest.raises(AdapterUnavailableError, match=r"was killed by SIGKILL .*twice") as raised:
+        templates.render("x", {})
+    assert raised.value.http_status == 503
+    assert templates.render("x", {}) == "x"
+    assert len(started) == 3
+    templates.close()
+
+
+@pytest.mark.parametrize("size", [1, 9_000_000], ids=["a small question", "more than a pipe holds"])
+def test_a_stopped_process_does_not_hold_its_chats(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    templates, started = TemplateProcesses(), starts(monkeypatch, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "MAX_RENDER_S", 0.3)
+        with pytest.raises(AdapterUnavailableError, match=r"did not answer within 0\.3 s") as raised:
+            templates.render("{{ text }}", {"text": size * "x"})
+    assert raised.value.http_status == 503
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert templates.render("x", {}) == "x"
+    templates.close()
+
+
+def test_without_a_thread_the_request_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    templates = TemplateProcesses()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Timer, "start", no_thread)
+        with pytest.raises(AdapterBusyError, match="can't start new thread"):
+            templates.render("x", {})
+    assert templates.render("x", {}) == "x"
+    templates.close()
 
 
 def test_processes_end_with_their_owner() -> None:

@@ -24,6 +24,7 @@ from loraplex.core import (
 )
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError, PromptTooLongError
 from loraplex.frontend.messages import step_outputs
+from loraplex.text import processor
 from loraplex.text.output_collections import Prefix
 from loraplex.text.processor import (
     NEVER_ACTIVE,
@@ -523,6 +524,29 @@ def test_a_tokenizer_that_fails_ends_its_request_only(
     assert processed.abort_ids == (prepared.children[0].request_id,)
     assert completion(engine.say(other, [9])).token_ids == (9,)
     assert len(engine.outputs) == 1
+
+
+def test_an_answer_with_too_many_characters_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all completions of a prompt together; tokens of an adapter may be long."""
+    monkeypatch.setattr(processor, "MAX_TEXT_CHARS", 12)
+    prepared, other = engine.ask("r", n=2), engine.ask("other")
+    word = engine.tokens(" world")
+    assert completion(engine.say(prepared, word, index=0)).text == " world"
+    assert completion(engine.say(prepared, word, index=1), index=1).text == " world"
+    assert completion(engine.say(other, word)).text == " world"
+    processed = engine.say(prepared, word, index=0)
+    assert processed is not None
+    assert isinstance(processed.error, InvalidRequestError)
+    assert "more than 12 characters" in str(processed.error)
+    assert processed.abort_ids == tuple(child.request_id for child in prepared.children)
+    assert len(engine.outputs) == 1
+
+
+def test_a_finished_completion_is_made_once(engine: Engine) -> None:
+    prepared = engine.ask(n=2)
+    first = completion(engine.say(prepared, engine.tokens(" world"), finish_reason=FinishReason.LENGTH))
+    assert type(first) is CompletionOutput
+    assert completion(engine.say(prepared, [9], index=1)) is first
 
 
 def test_an_unknown_request_is_passed_over(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.events import EngineEvent, EventKind
+from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.server import ServerConfig
 from loraplex.server.health_api import KEPT_S
 from loraplex.testing import FakeAsyncEngine
@@ -48,8 +49,17 @@ def test_one_frame(live: LiveServer, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     for text in ("mode low_memory", "device", "50 %", "kv 3", "adapters 3", "fragmentation 12 %", "sql", "- tokens/s"):
         assert text in out
+    assert "KV 60 %  merged sql\n" in out
     assert "fault        the engine [red]died?[2J?now" in out
     assert "\x1b[2J" not in out
+
+
+def test_a_frame_has_how_many_of_several_runners_serve(live: LiveServer) -> None:
+    assert "runners" not in drawn(view(Watcher(RemoteServer(live.url))))
+    released = RunnerReport("1", "cpu", "the load does not need it", is_released=True)
+    live.engine.reports = (RunnerReport("0", "cpu", stats=EngineStats()), released)
+    time.sleep(KEPT_S)  # a page of metrics is reused for so long
+    assert "quarantined 2  runners 1 of 2" in drawn(view(Watcher(RemoteServer(live.url))))
 
 
 def test_rates_are_between_two_looks(live: LiveServer) -> None:

@@ -2,8 +2,10 @@
 
 WAL, synchronous=FULL: what was acknowledged is on disk; a write that a crash tore is as if never begun. One thread
 writes. Changes queue up in the order in which the registry made them, and all that wait are one transaction, so many
-verbs at once cost few syncs. Counters are written every COUNT_INTERVAL_S and at the end; a crash may lose the latest. A
-dated copy is made at the start, COPY_INTERVAL_S after a change at the latest, and at the end.
+verbs at once cost few syncs. A directory that is removed under the server would keep nothing of them: verbs fail while
+the files at their paths are not those that are open. Counters are written every COUNT_INTERVAL_S and at the end; a
+crash may lose the latest. A dated copy is made at the start, COPY_INTERVAL_S after a change at the latest, and at the
+end.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ class SqliteJournal:
         self._queue: deque[tuple[Sequence[NameChange], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
+        journal = self._directory.journal_file
+        self._opened = {file: _identity(file) for file in (journal, journal.with_name(f"{journal.name}-wal"))}
         self._unwritten: dict[str, NameChange] = {}
+        self._logged = ""
         self._take_usage: Callable[[], Sequence[NameUsage]] = tuple
         self._is_changed = False  # since the last copy
         self._copied_s = time.monotonic()
@@ -161,10 +166,12 @@ class SqliteJournal:
         for changes, _ in waiting:
             self._unwritten.update({change.name: change for change in changes})
         try:
+            self._check_place()
             if self._unwritten:
                 changes = list(self._unwritten.values())
                 self._texts.save(changes)
                 self._tables.write(changes)
+                self._check_place()
                 self._texts.prune(changes)
                 self._is_changed = True
         except Exception as cause:
@@ -173,13 +180,23 @@ class SqliteJournal:
                 "what was done holds as long as this server, but could not be written to its state directory "
                 f"({reason}); mend that: it is tried again with the next verb"
             )
-            _log.error("%s: %s", self._directory.path, text)
+            if text != self._logged:
+                _log.error("%s: %s", self._directory.path, text)
+            self._logged = text
             for _, written in waiting:
                 written.set_exception(JournalError(text))
         else:
             self._unwritten.clear()
+            self._logged = ""
             for _, written in waiting:
                 written.set_result(None)
+
+    def _check_place(self) -> None:
+        """Raises OSError when what is written would go to files that no later server finds."""
+        for file, opened in self._opened.items():
+            if _identity(file) != opened:
+                reason = "is not the file that this server opened: put that back, or start the server again"
+                raise OSError(f"{file.name} {reason}")
 
     def _write_counters(self) -> None:
         """Counters are of those names that are written; they are not worth an error."""
@@ -195,3 +212,11 @@ class SqliteJournal:
             _log.warning("no copy of the journal could be made in %s: %s", self._directory.copies, cause)
         else:
             self._is_changed = False
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """None: it is not there."""
+    with suppress(OSError):
+        about = file.stat()
+        return about.st_dev, about.st_ino
+    return None

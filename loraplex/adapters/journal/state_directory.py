@@ -35,6 +35,9 @@ class StateDirectory:
         self.damaged = self.path / "damaged"
         if must_exist and not self.path.is_dir():
             raise ConfigError(f"{self.path} is not a directory; give the --state-dir of a server")
+        if must_exist and not os.path.lexists(self.journal_file) and not any(self.copies.glob("journal-*.sqlite")):
+            text = "has no journal and no copy of one, and is left as it is"
+            raise ConfigError(f"{self.path} {text}; give the --state-dir of a server")
         self._lock = -1
         try:
             self._make(self.path)

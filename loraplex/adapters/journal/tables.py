@@ -1,4 +1,4 @@
-"""The tables of the journal, by SQLAlchemy Core: how records become rows and rows records."""
+"""The file of a journal: its tables in SQLite, what is wrong with them, and how rows become records again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from typing import Any
 import sqlalchemy as sa
 
 from loraplex.adapters.journal.copies import JournalCopies
-from loraplex.adapters.journal.damage import (
-    Damage,
-    DamagedRecordError,
-    Row,
-    check_together,
-    name_record,
+from loraplex.adapters.journal.damage import Damage, DamagedRecordError, Row, check_together, name_record
+from loraplex.adapters.journal.rows import (
+    ABOUT,
+    ABOUT_TABLE,
+    NAMES_TABLE,
+    SCHEMA,
+    VERSIONS_TABLE,
+    counters,
+    name_row,
+    raw,
+    raw_rows,
+    version_rows,
 )
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.errors import ConfigError
@@ -29,51 +35,12 @@ SCHEMA_VERSION = "2"
 UPGRADES = {"1": "ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'"}
 """Schema to what makes it the present one: a registry without a history takes the order of what is kept."""
 
-ABOUT = ("schema", "base_model", "last_adapter_id")
 MAX_MESSAGE_CHARS = 1024
 MAX_FOUND = 1000
 _OF_ONE_ROW = re.compile(r"NULL value in ")
 """What SQLite finds that `read` says of its adapter."""
 _CLAUSES = re.compile(r"\b(?:CHECK|COLLATE|CONFLICT|REFERENCES|STRICT|UNIQUE|WHERE|WITHOUT)\b")
 _ADAPTER_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
-
-_schema = sa.MetaData()
-_about = sa.Table(
-    "about",
-    _schema,
-    sa.Column("key", sa.Text, primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
-)
-_names = sa.Table(
-    "names",
-    _schema,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("lora_int_id", sa.BigInteger, unique=True),
-    sa.Column("alias_of", sa.Text),
-    sa.Column("last_number", sa.Integer, nullable=False),
-    sa.Column(
-        "history", sa.JSON, nullable=False
-    ),  # [2, "other"]: numbers of its own versions, and names; the last to answer last
-    sa.Column("num_loads", sa.Integer, nullable=False),
-    sa.Column("num_requests", sa.Integer, nullable=False),
-    sa.Column("last_used_time", sa.Float, nullable=False),
-)
-_versions = sa.Table(
-    "versions",
-    _schema,
-    sa.Column("adapter_id", sa.Integer, primary_key=True),
-    sa.Column("name", sa.Text, nullable=False, index=True),
-    sa.Column("place", sa.Integer, nullable=False),  # 0: current; then the kept ones, the last to answer first
-    sa.Column("number", sa.Integer, nullable=False),
-    sa.Column("digest", sa.Text, nullable=False),
-    sa.Column("path", sa.Text, nullable=False),
-    sa.Column("lora_path", sa.Text, nullable=False),
-    sa.Column("origin", sa.Text, nullable=False),
-    sa.Column("nbytes", sa.BigInteger, nullable=False),
-    sa.Column("max_rank", sa.Integer, nullable=False),
-    sa.Column("is_pinned", sa.Boolean, nullable=False),
-    sa.Column("loaded_time", sa.Float, nullable=False),
-)
 
 
 def schema_damages(connection: sa.Connection) -> tuple[Damage, ...]:
@@ -89,7 +56,7 @@ def schema_damages(connection: sa.Connection) -> tuple[Damage, ...]:
 @cache
 def _expected_shape() -> frozenset[str]:
     with sa.create_engine("sqlite://").connect() as fresh:
-        _schema.create_all(fresh)
+        SCHEMA.create_all(fresh)
         return frozenset(_shape(fresh))
 
 
@@ -98,10 +65,10 @@ def _shape(connection: sa.Connection) -> set[str]:
     rows = connection.exec_driver_sql("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master").all()
     shape = set()
     for kind, name, table, sql in rows:
-        if kind == "view" and name in _schema.tables:
+        if kind == "view" and name in SCHEMA.tables:
             raise DamagedJournalError(f"table {name} of the journal is missing, and a view has its name")
         clauses = sorted(set(_CLAUSES.findall(sql.upper())))
-        if kind == "table" and name in _schema.tables:
+        if kind == "table" and name in SCHEMA.tables:
             shape |= {f"column {name}.{column}" for column in _columns(connection, name)}
         if not name.startswith("sqlite_stat"):  # ANALYZE's
             of_table = "" if name == table else f" of table {table[:80]!r}"
@@ -173,16 +140,18 @@ class JournalTables:
             found = [line for line in found if not _OF_ONE_ROW.match(line)]
             if found not in ([], ["ok"]):
                 raise DamagedJournalError(f"{self._file} is damaged: {'; '.join(map(str, found))}"[:MAX_MESSAGE_CHARS])
-            _schema.create_all(connection)
-            about = {row.key: row.value for row in connection.execute(sa.select(_about))}
+            SCHEMA.create_all(connection)
+            about = {row.key: row.value for row in connection.execute(sa.select(ABOUT_TABLE))}
             if not about and base_model is not None and not self._has_rows(connection):
                 about = {"schema": SCHEMA_VERSION, "base_model": base_model, "last_adapter_id": "0"}
                 rows = [{"key": key, "value": value} for key, value in about.items()]
-                connection.execute(_about.insert(), rows)
+                connection.execute(ABOUT_TABLE.insert(), rows)
             self._check_about(about)
             if about["schema"] in UPGRADES:
                 # in this order, the first one begins the transaction that both are in
-                connection.execute(_about.update().where(_about.c.key == "schema").values(value=SCHEMA_VERSION))
+                connection.execute(
+                    ABOUT_TABLE.update().where(ABOUT_TABLE.c.key == "schema").values(value=SCHEMA_VERSION)
+                )
                 connection.exec_driver_sql(UPGRADES[about["schema"]])
                 about["schema"] = SCHEMA_VERSION
             connection.commit()
@@ -202,7 +171,7 @@ class JournalTables:
 
     @staticmethod
     def _has_rows(connection: sa.Connection) -> bool:
-        return any(connection.execute(sa.select(table).limit(1)).first() for table in (_names, _versions))
+        return any(connection.execute(sa.select(table).limit(1)).first() for table in (NAMES_TABLE, VERSIONS_TABLE))
 
     def _check_about(self, about: Mapping[str, Any]) -> None:
         missing = [key for key in ABOUT if not (isinstance(about.get(key), str) and about[key].isprintable())]
@@ -216,12 +185,12 @@ class JournalTables:
     def read(self) -> JournalContents:
         """Every name with its record, and the highest adapter_id ever. Rows that cannot be used are `damages`."""
         with self._refusing_damage(), self._engine.connect() as connection:
-            names = {row["name"]: row for row in _raw_rows(connection, sa.select(*_raw(_names)))}
+            names = {row["name"]: row for row in raw_rows(connection, sa.select(*raw(NAMES_TABLE)))}
             versions: defaultdict[Any, list[Row]] = defaultdict(list)
-            for row in _raw_rows(connection, sa.select(*_raw(_versions)).order_by(_versions.c.place)):
+            for row in raw_rows(connection, sa.select(*raw(VERSIONS_TABLE)).order_by(VERSIONS_TABLE.c.place)):
                 versions[row["name"]].append(row)
-            is_last = _about.c.key == "last_adapter_id"
-            self._last_adapter_id = int(connection.execute(sa.select(_about.c.value).where(is_last)).scalar_one())
+            is_last = ABOUT_TABLE.c.key == "last_adapter_id"
+            self._last_adapter_id = int(connection.execute(sa.select(ABOUT_TABLE.c.value).where(is_last)).scalar_one())
         records: dict[str, NameRecord] = {}
         damages = [
             *self._damages,
@@ -254,64 +223,28 @@ class JournalTables:
         """All of it or nothing; it is on disk when this returns."""
         names = [{"old_name": change.name} for change in changes]
         records = {change.name: change.record for change in changes if change.record is not None}
-        versions = [row for name, record in records.items() for row in _version_rows(name, record)]
+        versions = [row for name, record in records.items() for row in version_rows(name, record)]
         last_adapter_id = max((self._last_adapter_id, *(row["adapter_id"] for row in versions)))
-        is_last = _about.c.key == "last_adapter_id"
+        is_last = ABOUT_TABLE.c.key == "last_adapter_id"
         with self._engine.begin() as connection:
-            connection.execute(_names.delete().where(_names.c.name == sa.bindparam("old_name")), names)
-            connection.execute(_versions.delete().where(_versions.c.name == sa.bindparam("old_name")), names)
+            connection.execute(NAMES_TABLE.delete().where(NAMES_TABLE.c.name == sa.bindparam("old_name")), names)
+            connection.execute(VERSIONS_TABLE.delete().where(VERSIONS_TABLE.c.name == sa.bindparam("old_name")), names)
             if records:
-                connection.execute(_names.insert(), [_name_row(name, record) for name, record in records.items()])
-                connection.execute(_versions.insert(), versions)
-            connection.execute(_about.update().where(is_last).values(value=str(last_adapter_id)))
+                connection.execute(NAMES_TABLE.insert(), [name_row(name, record) for name, record in records.items()])
+                connection.execute(VERSIONS_TABLE.insert(), versions)
+            connection.execute(ABOUT_TABLE.update().where(is_last).values(value=str(last_adapter_id)))
         self._last_adapter_id = last_adapter_id
 
     def write_usage(self, usage: Sequence[NameUsage]) -> None:
         if not usage:
             return
-        rows = [{"used_name": each.name, **_counters(each)} for each in usage]
-        values: Any = {name: sa.bindparam(name) for name in _counters(usage[0])}
+        rows = [{"used_name": each.name, **counters(each)} for each in usage]
+        values: Any = {name: sa.bindparam(name) for name in counters(usage[0])}
         with self._engine.begin() as connection:
             connection.execute(
-                _names.update().where(_names.c.name == sa.bindparam("used_name")).values(values),
+                NAMES_TABLE.update().where(NAMES_TABLE.c.name == sa.bindparam("used_name")).values(values),
                 rows,
             )
 
     def close(self) -> None:
         self._engine.dispose()
-
-
-def _raw(table: sa.Table) -> list[sa.ColumnElement[Any]]:
-    """The columns as SQLite has them: what a column's type makes of a damaged value would be an error of all rows."""
-    return [sa.type_coerce(column, sa.types.NullType()).label(column.name) for column in table.columns]
-
-
-def _raw_rows(connection: sa.Connection, query: sa.Select[Any]) -> list[Row]:
-    return [{str(key): value for key, value in row._mapping.items()} for row in connection.execute(query)]
-
-
-def _name_row(name: str, record: NameRecord) -> dict[str, Any]:
-    return {
-        "name": name,
-        "lora_int_id": record.lora_int_id,
-        "alias_of": record.alias_of,
-        "last_number": record.last_number,
-        "history": record.history,
-        **_counters(record.usage),
-    }
-
-
-def _version_rows(name: str, record: NameRecord) -> list[dict[str, Any]]:
-    columns = [column.name for column in _versions.columns if column.name not in ("name", "place")]
-    return [
-        {"name": name, "place": place, **{column: getattr(version, column) for column in columns}}
-        for place, version in enumerate(record.versions)
-    ]
-
-
-def _counters(usage: NameUsage) -> dict[str, Any]:
-    return {
-        "num_loads": usage.num_loads,
-        "num_requests": usage.num_requests,
-        "last_used_time": usage.last_used_time,
-    }

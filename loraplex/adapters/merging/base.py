@@ -26,6 +26,8 @@ from loraplex.core import LoraTarget, ShardKind
 from loraplex.errors import AdapterContentChangedError, AdapterValidationError, shortened
 
 MERGED_FIELDS = {"lora_a", "lora_b", "lora_bias", "bias", "magnitude", "gain", "input_gain", "weight", "row_ids"}
+ROW_FIELDS = {"lora_b", "magnitude", "gain", "weight"}
+"""Of a linear, what has a row for each row of W."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,17 @@ class MergedAdapter:
 def delta_weight(lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling * B @ A, [out, in], computed in float32, as peft does on a CPU."""
     return (lora_b.float() @ lora_a.float()) * scaling
+
+
+def merged_rows(layer: LoRALayerWeights, rows: slice, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of a linear's W', of these rows of W: float32, as `MergedAdapter` makes them."""
+    by_row = {field: tensor[rows] for field, tensor in layer.tensors.items() if field in ROW_FIELDS}
+    return _weight(layer.with_tensors({**layer.tensors, **by_row}), weight, is_embedding=False)
+
+
+def merged_bias(layer: LoRALayerWeights, bias: torch.Tensor) -> torch.Tensor:
+    """b' of b, float32."""
+    return _bias(layer, bias)
 
 
 def fetched(path_or_id: str) -> tuple[str, str]:

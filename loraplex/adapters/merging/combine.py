@@ -185,5 +185,8 @@ def _of_low_rank(parts: Sequence[Part], rank: int) -> Factors:
     """B A = Q_b (R_b R_a^T) Q_a^T: the middle is as small as the ranks."""
     q_b, r_b = torch.linalg.qr(torch.cat([part.lora_b.double() * part.factor for part in parts], dim=1))
     q_a, r_a = torch.linalg.qr(torch.cat([part.lora_a.double() for part in parts]).T)
-    left, values, right = torch.linalg.svd(r_b @ r_a.T)
+    middle = r_b @ r_a.T
+    if not middle.isfinite().all():
+        raise OverflowError("the products of B and A do not fit in float64")
+    left, values, right = torch.linalg.svd(middle)
     return (right[:rank] @ q_a.T).float(), (q_b @ (left[:, :rank] * values[:rank])).float()

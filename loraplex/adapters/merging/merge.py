@@ -17,7 +17,7 @@ from loraplex.adapters.conversion import are_equal
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.kinds import BASE_WEIGHT, WEIGHT, Kind
 from loraplex.adapters.merging.combine import Part, combine
-from loraplex.adapters.merging.outline import Origin, Outline, reader_limits
+from loraplex.adapters.merging.outline import Origin, Outline, check_memory, reader_limits
 from loraplex.adapters.merging.wish import Combination, MergeWish
 from loraplex.adapters.merging.written import MadeAdapter, check_output, write_directory
 from loraplex.adapters.source import AdapterSource
@@ -110,6 +110,8 @@ def plan_merge(
     Raises AdapterValidationError for what cannot be merged, AdapterBaseMismatchError, AdapterTooLargeError, and the
     errors of the files.
     """
+    for origin in origins:
+        check_memory("merge", origin.bytes_to_open, max_bytes)
     outlines = tuple(Outline.read(origin, reader_limits(max_bytes)) for origin in origins)
     for outline in outlines:
         if reasons := _reasons(outline, outlines[0], wish):
@@ -130,9 +132,7 @@ def plan_merge(
     work = max((_work_bytes(module, outlines, wish) for module in modules), default=0)
     made = MergePlan(wish, outlines, modules, _saved(outlines), 0)
     plan = replace(made, total_bytes=held + made.nbytes + work)
-    if plan.total_bytes > max_bytes:
-        text = f"the merge would take {plan.total_bytes} bytes of memory and {max_bytes} are the limit"
-        raise AdapterTooLargeError(f"{text} (max_merge_bytes); merge fewer adapters, or raise it")
+    check_memory("merge", plan.total_bytes, max_bytes)
     return plan
 
 
@@ -152,6 +152,8 @@ def _reasons(outline: Outline, first: Outline, wish: MergeWish) -> list[str]:
         return ["alora_invocation_tokens: an aLoRA acts from its invocation on, and is not merged, as in peft"]
     if helper.use_dora:
         return ["use_dora: the norms of a DoRA are not merged, as in peft; merge adapters without them"]
+    if helper.block_diagonal is not None:
+        return ["use_bdlora: a sum of block-diagonal LoRAs is none; merge plain LoRAs"]
     if helper.modules_to_save or helper.token_indices:
         field = "modules_to_save" if helper.modules_to_save else "trainable_token_indices"
         return [f"{field}: weights of an adapter's own are not merged; peft leaves them out in silence"]

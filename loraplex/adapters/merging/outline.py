@@ -7,38 +7,54 @@ the content is still what was loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from loraplex.adapters.conversion import cost_of, file_widths
-from loraplex.adapters.files import AdapterFolder, TensorEntry
+from loraplex.adapters.files import BIN_NAME, AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import (
     BASE_WEIGHT,
     COPY,
     OWN_PARTS,
+    PEFT_TYPES,
     TOKENS,
     WEIGHT,
     TensorName,
+    TypeVerdict,
     parse_tensor_name,
     unused_reasons,
 )
 from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.tensors import WeightFile, read_tensors
-from loraplex.adapters.weights import CheckedReader, LoRAModel
+from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
+from loraplex.adapters.weights import BIN_COPIES, CheckedReader, LoRAModel
 from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget, ShardKind
-from loraplex.errors import AdapterContentChangedError, AdapterValidationError
+from loraplex.errors import AdapterContentChangedError, AdapterTooLargeError, AdapterValidationError
 
 
 def reader_limits(max_bytes: int) -> LoRAConfig:
     """Of the reader, which bounds by its host budget what conversions make, too."""
     return LoRAConfig(host_memory_bytes=max(max_bytes, DEFAULT_HOST_BYTES))
+
+
+_bins, _parsing = threading.Lock(), threading.Lock()
+"""A server plans several merges at a time: of all, one .bin is in memory and one file is parsed."""
+
+
+def check_memory(verb: str, nbytes: int, max_bytes: int) -> None:
+    """Raise AdapterTooLargeError for a merge or an export that would take more."""
+    if nbytes > max_bytes:
+        text = f"the {verb} would take {nbytes} bytes of memory and {max_bytes} are the limit (max_merge_bytes)"
+        raise AdapterTooLargeError(f"{text}; {'merge fewer adapters, or ' if verb == 'merge' else ''}raise it")
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,40 @@ class Origin:
     @property
     def folder(self) -> AdapterFolder:
         return AdapterFolder(Path(self.path), self.name, self.source.roots_of(Path(self.path)))
+
+    @property
+    def bytes_to_open(self) -> int:
+        """Of memory, while its headers are read: of a .bin, that is all of it. Raises what finding the file raises."""
+        folder = self.folder
+        if folder.weight_name() != BIN_NAME:
+            return 0
+        with suppress(OSError):
+            return os.stat(folder.path / BIN_NAME).st_size * BIN_COPIES
+        return 0  # what opens it says what it is
+
+    @contextmanager
+    def open(self, limits: LoRAConfig) -> Iterator[WeightFile]:
+        """A .bin is let go before another is read."""
+        folder = self.folder
+        with _bins if folder.weight_name() == BIN_NAME else nullcontext():
+            yield WeightFile.open(folder, limits.host_memory_bytes)
+
+    def check_content(self, limits: LoRAConfig, max_bytes: int) -> None:
+        """Raise AdapterContentChangedError unless the files have the content of the digest, AdapterTooLargeError, and
+        the errors of the files. Nothing of the files is compared with anything else."""
+        helper = PEFTHelper.from_dict(self.folder.read_config(), self.name)
+        with self.open(limits) as file:
+            check_memory("export", file.nbytes, max_bytes)
+            named = [(parse_tensor_name(entry.name, helper.kind), entry) for entry in file.entries]
+            known = {name: entry for name, entry in named if name is not None and entry.dtype in DTYPES}
+            _, digest, _ = read_tensors(file, ReadPlan.of(known), helper.canonical())
+        self.check_digest(digest)
+
+    def check_digest(self, found: str) -> None:
+        if self.digest not in (None, found):
+            raise AdapterContentChangedError(
+                f"adapter {self.name!r}: its files have changed since it was loaded; reload it first"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,7 +137,11 @@ class Outline:
         document = folder.read_config()
         helper = PEFTHelper.from_dict(document, origin.name)
         helper.validate_legal(limits)
-        file = WeightFile.open(folder, limits.host_memory_bytes)
+        with origin.open(limits) as file, _parsing:
+            return cls._of(origin, document, helper, file)
+
+    @classmethod
+    def _of(cls, origin: Origin, document: Mapping[str, Any], helper: PEFTHelper, file: WeightFile) -> Outline:
         named = [(parse_tensor_name(entry.name, helper.kind), entry) for entry in file.entries]
         unknown = unused_reasons([entry.name for name, entry in named if name is None], helper.kind)
         if unknown:
@@ -100,11 +154,18 @@ class Outline:
         """The tensors that are in place of the base's, or of rows of them."""
         return {name: entry for name, entry in self.entries.items() if name.part in OWN_PARTS}
 
+    @property
+    def export_bytes(self) -> int:
+        """Of memory: the tensors of the file, and what is made of those of a converted kind."""
+        is_converted = PEFT_TYPES[self.helper.kind].verdict is TypeVerdict.CONVERTED
+        made = sum(each.rank * sum(each.widths) * 4 for each in self.modules.values()) if is_converted else 0
+        return made + sum(entry.nbytes for entry in self.entries.values())
+
     def model(self, limits: LoRAConfig) -> LoRAModel:
         """The weights. Raises what `CheckedReader.read` raises, and AdapterContentChangedError."""
         origin = self.origin
         model = read_adapter(origin.path, origin.name, origin.source, CheckedReader(self._targets(), limits))
-        self._check_digest(model.adapter_digest, origin.digest)
+        origin.check_digest(model.adapter_digest)
         return model
 
     def tensors(self, limits: LoRAConfig) -> tuple[dict[TensorName, torch.Tensor], str]:
@@ -113,17 +174,10 @@ class Outline:
         assert model.blueprint is not None
         plan, digest = model.blueprint.plan, model.adapter_digest
         del model  # what was made of the tensors is not wanted: only whether it could be
-        block, again, _ = read_tensors(
-            WeightFile.open(self.origin.folder, limits.host_memory_bytes), plan, self.helper.canonical()
-        )
-        self._check_digest(again, digest)
+        with self.origin.open(limits) as file:
+            block, again, _ = read_tensors(file, plan, self.helper.canonical())
+        replace(self.origin, digest=digest).check_digest(again)
         return dict(zip(plan.names, plan.tensors(block), strict=True)), digest
-
-    def _check_digest(self, found: str, wanted: str | None) -> None:
-        if wanted not in (None, found):
-            raise AdapterContentChangedError(
-                f"adapter {self.origin.name!r}: its files have changed since it was loaded; reload it first"
-            )
 
     def _targets(self) -> tuple[LoraTarget, ...]:
         biased = {name.module for name in self.entries if name.part == "bias"}
@@ -145,10 +199,12 @@ class Outline:
         """Whether the file has for both ends what the configuration calls for at one: so it does of a base whose head
         is tied."""
         ends = [name for name, module in self.modules.items() if module.kind in (ShardKind.EMBEDDING, ShardKind.HEAD)]
+        if len(ends) != 2:
+            return False
         trained = [name for name in ends if TensorName(name, TOKENS) in self.entries]
         named = self.helper.match_modules(ends) | self.helper.match_saved(ends).keys()
         is_tying = self.helper.ensure_weight_tying and len(named) < 2
-        return len(ends) == 2 and (is_tying or len(self.helper.match_trained_tokens(ends)) < len(trained))
+        return is_tying or len(self.helper.match_trained_tokens(ends)) < len(trained)
 
 
 def _modules(helper: PEFTHelper, entries: Mapping[TensorName, TensorEntry]) -> dict[str, FiledModule]:
@@ -159,9 +215,10 @@ def _modules(helper: PEFTHelper, entries: Mapping[TensorName, TensorEntry]) -> d
     ranks, vocab_size, modules = helper.numbers(tuple(parts)).ranks, _vocab_size(helper, parts), {}
     for module, found in parts.items():
         kind = _kind_of(module, found)
-        widths = _vera_widths(shared, found) or file_widths(helper.kind, found)
+        blocks = helper.blocks_of(module)
+        widths = _vera_widths(shared, found) or file_widths(helper.kind, found, blocks)
         if widths is not None:
-            modules[module] = FiledModule(cost_of(helper, ranks[module], *widths).rank, *widths, kind)
+            modules[module] = FiledModule(cost_of(helper, ranks[module], *widths, blocks).rank, *widths, kind)
         elif (widths := _own_widths(vocab_size, kind, found)) is not None:
             modules[module] = FiledModule(0, *widths, kind)
         else:

@@ -6,14 +6,11 @@ temporary folder beside it -> both files, fsync -> rename -> fsync of the folder
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
-import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +20,12 @@ from safetensors.torch import save_file
 
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME
 from loraplex.adapters.kinds import BASE_WEIGHT, PARTS, PREFIX, WEIGHT, Kind
+from loraplex.adapters.merging.part_folder import held, part_prefix, release, remove_abandoned
 from loraplex.adapters.regular_file import sync_path
 from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterPathNotFoundError, LoraplexError
 
-PART_PREFIX = ".making-"
 SPARE_DISK_BYTES = 64 * 2**20
 """Stay free: others write to the same disk."""
-
-ABANDONED_S = 24 * 3600.0
-"""A temporary folder of this age was left by a process that ended while it wrote."""
-
-MAX_FOLDER_CHARS = 80
 
 LINEAR_PARTS, EMBEDDING_PARTS = (
     tuple(PARTS[Kind.LORA][f"{form}_{side}"] for side in "ab") for form in ("lora", "embedding")
@@ -113,19 +105,6 @@ def _whole(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def folder_name(adapter_name: str) -> str:
-    """A new one: the name as far as every file system takes it, and a number that no other has."""
-    return f"{_plain(adapter_name)[:MAX_FOLDER_CHARS] or 'adapter'}-{secrets.token_hex(4)}"
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")
-
-
-def _part_prefix(folder: Path) -> str:
-    return f"{PART_PREFIX}{_plain(folder.name)[: 2 * MAX_FOLDER_CHARS]}-"
-
-
 def check_disk(folder: Path, nbytes: int) -> None:
     """Raise AdapterMemoryError when so much would not leave SPARE_DISK_BYTES free."""
     free = shutil.disk_usage(folder).free
@@ -146,6 +125,7 @@ def write_directory(made: MadeAdapter, folder: Path) -> None:
     """Make `folder`, which must not be there. Raises what the checks raise, and LoraplexError for a disk that fails."""
     folder = folder.absolute()
     check_output(folder)
+    remove_abandoned(folder.parent, unlocked_s=math.inf)  # it may be any folder of a user's
     check_disk(folder.parent, made.nbytes)
     try:
         _write(made, folder)
@@ -154,28 +134,17 @@ def write_directory(made: MadeAdapter, folder: Path) -> None:
 
 
 def _write(made: MadeAdapter, folder: Path) -> None:
-    part = Path(tempfile.mkdtemp(prefix=_part_prefix(folder), dir=folder.parent))
+    part = Path(tempfile.mkdtemp(prefix=part_prefix(folder), dir=folder.parent))
     try:
-        (part / CONFIG_NAME).write_text(json.dumps(made.config, indent=2) + "\n")
-        save_file(dict(made.tensors), part / SAFETENSORS_NAME, {"format": "pt", "made_of": made.origin})
-        for path in (part / CONFIG_NAME, part / SAFETENSORS_NAME, part):
-            sync_path(path)
-        part.rename(folder)
+        with held(part):
+            (part / CONFIG_NAME).write_text(json.dumps(made.config, indent=2) + "\n")
+            save_file(dict(made.tensors), part / SAFETENSORS_NAME, {"format": "pt", "made_of": made.origin})
+            for path in (part / CONFIG_NAME, part / SAFETENSORS_NAME):
+                sync_path(path)
+            release(part)
+            sync_path(part)
+            part.rename(folder)
         sync_path(folder.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def remove_parts(folder: Path) -> None:
-    """Temporary folders of a process that was ended while it wrote this one."""
-    for path in folder.parent.glob(f"{_part_prefix(folder)}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Temporary folders of a process that ended while it wrote."""
-    for path in folder.glob(f"{PART_PREFIX}*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
-                shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,19 @@
 """Which weights answer for which name: `LoRARegistry`, what it hands out and what its verbs return."""
 
 from loraplex.adapters.registry.adapter_name import check_clients_name
-from loraplex.adapters.registry.records import AdapterText, Journal, NameChange, NameRecord, NameUsage, VersionRecord
-from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, OnChange, start_thread
+from loraplex.adapters.registry.following import OnChange
+from loraplex.adapters.registry.records import (
+    AdapterText,
+    DatabaseHealth,
+    DatabaseState,
+    Journal,
+    NameChange,
+    NameRecord,
+    NameUsage,
+    SharedJournal,
+    VersionRecord,
+)
+from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, start_thread
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
 from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo, VersionState
@@ -10,6 +21,8 @@ from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo
 __all__ = [
     "AdapterInfo",
     "AdapterText",
+    "DatabaseHealth",
+    "DatabaseState",
     "HeldAdapters",
     "Journal",
     "LoRARef",
@@ -23,6 +36,7 @@ __all__ = [
     "NameUsage",
     "OnChange",
     "OpenedAdapter",
+    "SharedJournal",
     "SwitchResult",
     "UnloadResult",
     "VersionInfo",

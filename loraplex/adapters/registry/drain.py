@@ -15,7 +15,7 @@ from contextlib import suppress
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, PendingDrain
 from loraplex.core import AdapterStore, Tier
-from loraplex.errors import AdapterNotFoundError, InvalidRequestError
+from loraplex.errors import AdapterNotFoundError, DatabaseUnavailableError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
 
@@ -126,9 +126,22 @@ class Drain:
         """Whether there was one."""
         if not version.is_pinned:
             return False
-        self._store.unpin_adapter(version.adapter_id)
-        self.note_pin(version, False)
+        self.set_pin(version, False)
         return True
+
+    def set_pin(self, version: AdapterVersion, is_pinned: bool) -> bool:
+        """Pin or unpin, in the store and in the table. Whether the store changed something."""
+        do, undo = self._store.pin_adapter, self._store.unpin_adapter
+        if not is_pinned:
+            do, undo = undo, do
+        has_changed = do(version.adapter_id)
+        try:
+            self.note_pin(version, is_pinned)
+        except DatabaseUnavailableError:
+            if has_changed and version.is_pinned != is_pinned:  # else it may have taken place
+                self.try_quietly(undo, version.adapter_id)
+            raise
+        return has_changed
 
     def pass_pin_on(self, version: AdapterVersion, heir: AdapterVersion) -> None:
         """Pin `heir` instead of `version`, so that no budget must hold both.
@@ -142,6 +155,12 @@ class Drain:
             if not self.try_quietly(self._store.pin_adapter, version.adapter_id):
                 self.note_pin(version, False)
             raise
+
+    def give_pin_back(self, version: AdapterVersion | None, heir: AdapterVersion) -> None:
+        """`heir` is not published after all: what has the pin in the table has it in the store again."""
+        if version is not None and version.is_pinned:
+            self.try_quietly(self._store.unpin_adapter, heir.adapter_id)
+            self.try_quietly(self._store.pin_adapter, version.adapter_id)
 
     def note_pin(self, version: AdapterVersion, is_pinned: bool) -> None:
         """The store has pinned it, or does so no longer."""

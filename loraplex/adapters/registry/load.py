@@ -10,14 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import suppress
 
 from loraplex.adapters.registry.drain import Drain
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.core import AdapterId, AdapterSpec, AdapterStore
-from loraplex.errors import AdapterNotFoundError, EngineError, JournalError, LoraplexError
+from loraplex.errors import AdapterNotFoundError, EngineError, LoraplexError
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +49,10 @@ class AdapterLoader:
 
         A reload does not share the outcome of a load that began before it was asked: the files may have changed since.
         """
+        with self._names.alone_on(wish.name):
+            return self._load_in_turn(wish)
+
+    def _load_in_turn(self, wish: LoadWish) -> LoadResult:
         may_share = not wish.load_inplace
         while True:
             with self._names.change() as table:
@@ -74,8 +77,7 @@ class AdapterLoader:
         try:
             result = self._load(wish, verb)
         except BaseException as error:
-            with suppress(JournalError), self._names.change() as table:
-                table.call_off(verb)
+            self._names.call_off(verb)
             verb.done.set_exception(error)
             raise
         verb.done.set_result(result)
@@ -84,22 +86,29 @@ class AdapterLoader:
     def _load(self, wish: LoadWish, verb: Verb) -> LoadResult:
         began_s = time.monotonic()
         opened = wish.content or self._open_adapter(wish.path)
-        wish.turn.wait_for_id()
+        shared, taken = self._names.shared, None
+        if shared is None:
+            wish.turn.wait_for_id()
+        else:  # a load that waits keeps its name from other servers, whose lists may have another order
+            taken = shared.take_adapter_id()
         with self._names.change() as table:
             previous = table.current.get(wish.name)
             if wish.keeps_equal and previous is not None and _is_equal(previous, wish, opened):
                 return LoadResult(LoadStatus.ALREADY_LOADED, table.keep(verb).ref)
-            version = self._new_version(wish, opened, previous)
+            version = self._new_version(wish, opened, previous, taken)
         wish.turn.took_id()
         evicted = self._store.add_adapter(version.spec).evicted
         drains: tuple[PendingDrain, ...] | None = None
         try:
             self._pin(version, previous)
-            wish.turn.wait_for_name()
+            if shared is None:
+                wish.turn.wait_for_name()
             with self._names.change() as table:
                 drains = table.publish(version, verb)
         except BaseException:
             if drains is None:
+                if self._names.shared is not None:  # else nothing but an unload keeps a load from its name
+                    self._drain.give_pin_back(previous, version)
                 self._drain.try_quietly(self._store.drop_adapter, version.adapter_id)
             raise
         finally:
@@ -109,9 +118,12 @@ class AdapterLoader:
         number = None if previous is None else previous.number
         return LoadResult(status, version.ref, evicted, time.monotonic() - began_s, number)
 
-    def _new_version(self, wish: LoadWish, opened: OpenedAdapter, previous: AdapterVersion | None) -> AdapterVersion:
-        adapter_id = AdapterId(self.next_adapter_id)
-        self.next_adapter_id += 1
+    def _new_version(
+        self, wish: LoadWish, opened: OpenedAdapter, previous: AdapterVersion | None, taken: int | None
+    ) -> AdapterVersion:
+        """taken: the id that a shared journal gave."""
+        adapter_id = AdapterId(self.next_adapter_id if taken is None else taken)
+        self.next_adapter_id = adapter_id + 1
         number = self._names.table.next_version(wish.name)
         digest, max_rank = opened.adapter_digest, opened.max_rank
         now = self._clock()
@@ -164,7 +176,8 @@ class AdapterLoader:
 
     def _pin_one_again(self, name: str) -> None:
         """When the adapter cannot be pinned, it is no longer registered as pinned either."""
-        with self._names.verb_on(name) as version:
+        is_shared = self._names.shared is not None
+        with self._names.own_verb_on(name) if is_shared else self._names.verb_on(name) as version:
             if not version.is_pinned:
                 return
             try:
@@ -172,7 +185,8 @@ class AdapterLoader:
             except EngineError:
                 raise
             except LoraplexError:
-                self._drain.note_pin(version, False)
+                if not is_shared:  # other servers may have it pinned
+                    self._drain.note_pin(version, False)
                 raise
 
 

@@ -17,71 +17,24 @@ Single-threaded: it is called under the lock of `SharedTable`, so nothing here m
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, KeysView
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import replace
 
 from loraplex.adapters.registry.adapter_name import address_text, is_one_version, split_address
+from loraplex.adapters.registry.adapter_numbers import AdapterNumbers
 from loraplex.adapters.registry.records import Answer, NameChange, NameRecord, NameUsage
 from loraplex.adapters.registry.verbs import LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, PendingDrain
-from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError, AdapterUnloadedError, shown
+from loraplex.errors import (
+    AdapterConflictError,
+    AdapterMemoryError,
+    AdapterNotFoundError,
+    AdapterUnloadedError,
+    shown,
+)
 
 MAX_OTHERS = 8
 """Other adapters remembered for one name, which may be switched to a new one every hour."""
-
-
-class AdapterNumbers:
-    """vLLM's numbers: `lora_int_id` to name. A number belongs to one name, and a name has one number or none."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, int] = {}
-        self._owner: dict[int, str] = {}
-
-    def of(self, name: str) -> int | None:
-        return self._of.get(name)
-
-    def owner(self, lora_int_id: int) -> str | None:
-        return self._owner.get(lora_int_id)
-
-    def items(self) -> ItemsView[int, str]:
-        return self._owner.items()
-
-    @property
-    def names(self) -> KeysView[str]:
-        return self._of.keys()
-
-    def check(self, name: str, lora_int_id: int | None) -> None:
-        """Raises AdapterConflictError when the number is another name's, or the name has another number."""
-        if lora_int_id is None:
-            return
-        owner = self._owner.get(lora_int_id, name)
-        if owner != name:
-            raise AdapterConflictError(
-                f"lora_int_id {lora_int_id} belongs to adapter {owner!r}, not to {name!r}; use another number",
-                param="lora_int_id",
-            )
-        number = self._of.get(name, lora_int_id)
-        if number != lora_int_id:
-            raise AdapterConflictError(
-                f"adapter {name!r} has lora_int_id {number}, not {lora_int_id}; use that number", param="lora_int_id"
-            )
-
-    def bind(self, name: str, lora_int_id: int | None) -> bool:
-        """Whether the name has got its number by this."""
-        if lora_int_id is None or name in self._of:
-            return False
-        self._of[name] = lora_int_id
-        self._owner[lora_int_id] = name
-        return True
-
-    def unbind(self, name: str) -> None:
-        number = self._of.pop(name, None)
-        if number is not None:
-            del self._owner[number]
-
-    @property
-    def is_consistent(self) -> bool:
-        return {number: name for name, number in self._of.items()} == self._owner
 
 
 class AnswerHistory:
@@ -157,6 +110,7 @@ class NameTable:
             version = self._addressed(name)
         if version is None:
             raise self._not_found(name)
+        version.check_ready()
         return version
 
     def _addressed(self, address: str) -> AdapterVersion | None:
@@ -183,6 +137,7 @@ class NameTable:
         found = next(filter(None, (self._registered(name, answer) for answer in answers)), None)
         if found is None:
             raise self._has_not_kept(name, "an earlier version" if number is None else f"version {number}")
+        found.check_ready()
         return found
 
     def _has_not_kept(self, name: str, what: str) -> AdapterNotFoundError:
@@ -294,6 +249,14 @@ class NameTable:
         self._adopt(version, wish.lora_int_id)
         return answering
 
+    def found_as_wished(self, wish: LoadWish) -> AdapterVersion | None:
+        """As `loaded` finds it, where that changes nothing."""
+        version = self.current.get(wish.name)
+        if version is None or wish.load_inplace or version.ref.lora_path != wish.path:
+            return None
+        is_numbered = wish.lora_int_id in (None, self.numbers.of(wish.name))
+        return self.answering(wish.name) if is_numbered else None
+
     def load_under_way(self, name: str) -> Verb | None:
         verb = self.verbs.get(name)
         return verb if verb is not None and verb.wish is not None else None
@@ -319,6 +282,8 @@ class NameTable:
     def publish(self, version: AdapterVersion, verb: Verb) -> tuple[PendingDrain, ...]:
         """The name resolves to `version` from now on; what it replaces, and what is no longer kept, is to drain."""
         name = version.ref.adapter_name
+        if self.verbs.get(name) is verb:
+            self._check_among_servers(name, verb)
         self._end_load(name, verb)
         previous = self.current.get(name)
         self.history.note(name, self._answer(name), version.number)
@@ -330,6 +295,18 @@ class NameTable:
         self._usage[name] = replace(usage, num_loads=usage.num_loads + 1)
         self.touch(name)
         return () if previous is None else self._shelve(previous)
+
+    def _check_among_servers(self, name: str, verb: Verb) -> None:
+        """A load at another server may have taken the last room, or the number, while this one went on."""
+        number, limit = None if verb.wish is None else verb.wish.lora_int_id, self._max_loaded_loras
+        if limit is not None and name not in self.current and len(self.current) >= limit:
+            raise AdapterMemoryError(
+                f"adapter {name!r} is refused: another server has loaded one meanwhile, and max_loaded_loras is "
+                f"{limit}; unload one, or raise the limit"
+            )
+        if number is not None and self.numbers.of(name) != number:
+            self.numbers.check(name, number)
+            self.numbers.bind(name, number)
 
     def keep(self, verb: Verb) -> AdapterVersion:
         """A load found what is there already: that stays, answers for itself, and has the number that was wished."""
@@ -536,7 +513,11 @@ class NameTable:
         The table must not have it.
         """
         versions = record.versions[: self.max_versions_kept]
-        current, *kept = (AdapterVersion.from_record(name, each, record) for each in versions)
+        self._put(name, record, [AdapterVersion.from_record(name, each, record) for each in versions])
+        self._usage[name] = record.usage
+
+    def _put(self, name: str, record: NameRecord, versions: Sequence[AdapterVersion]) -> None:
+        current, *kept = versions
         self.current[name] = current
         if kept:
             self.kept[name] = kept[::-1]
@@ -549,4 +530,71 @@ class NameTable:
         known = [each for each in record.history if isinstance(each, str) or each in own]
         self.history.put(name, (*(each for each in own if each not in known), *known))
         self.last_numbers[name] = record.last_number
-        self._usage[name] = record.usage
+
+    # ------------------------------------------------------------------------------------------- what other servers did
+
+    def follow(self, name: str, record: NameRecord | None, versions: Sequence[AdapterVersion]) -> None:
+        """Make a name what another server made it; what it no longer has is to drain.
+
+        versions: of the record, as many as are kept; those that the table has are the same objects.
+        """
+        if record is None:
+            self._follow_unload(name)
+            return
+        current_before, alias_before = self.current.get(name), self.aliases.pop(name, None)
+        had = [*filter(None, [current_before]), *self.kept.get(name, ())]
+        usage = self._usage.get(name, record.usage)
+        self.kept.pop(name, None)
+        self.numbers.unbind(name)
+        owner = None if record.lora_int_id is None else self.numbers.owner(record.lora_int_id)
+        if owner is not None:
+            self.numbers.unbind(owner)  # of a load under way here, which is refused when it ends
+        for each in versions:
+            self._revive(each)
+        for each in had:
+            if each not in versions:
+                self._retire(each)
+        self._drop_again(name)
+        self._put(name, record, versions)
+        for each, new in zip(versions, record.versions, strict=False):
+            each.is_pinned = new.is_pinned
+            each.ref = replace(each.ref, lora_int_id=record.lora_int_id)
+        current, *kept = versions
+        if record.alias_of is None:
+            current.cancel_drain()
+        elif current is not current_before or record.alias_of != alias_before:
+            current.start_drain(AfterDrain.EVICT)
+        if current_before in kept:
+            current_before.start_drain(AfterDrain.SHELVE)
+        last_used = max(usage.last_used_time, record.usage.last_used_time)
+        self._usage[name] = replace(usage, num_loads=record.usage.num_loads, last_used_time=last_used)
+
+    def _follow_unload(self, name: str) -> None:
+        if name in self.current:
+            self.remove(name)
+            self._changed.pop(name, None)
+        for each in self.draining.get(name, ()):
+            each.is_unloaded = True
+        self._drop_again(name)
+
+    def _drop_again(self, name: str) -> None:
+        """What `call_off_drains` kept, and the servers do not have."""
+        for each in self.draining.get(name, ()):
+            if each.pending_drain is None:
+                each.start_drain(AfterDrain.DROP)
+
+    def _revive(self, version: AdapterVersion) -> None:
+        """A version was unloaded here, and still is what the servers have."""
+        name = version.ref.adapter_name
+        if version in self.draining.get(name, ()):
+            version.cancel_drain()
+            version.is_unloaded = False
+            self.draining[name].remove(version)
+            if not self.draining[name]:
+                del self.draining[name]
+
+    def call_off_drains(self, names: Iterable[str]) -> None:
+        """It is not known whether a verb on these names took effect: nothing of theirs is dropped until it is."""
+        for name in names:
+            for version in (*self.versions_of(name), *self.draining.get(name, ())):
+                version.cancel_drain()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -124,3 +127,64 @@ class Journal(Protocol):
     def count(self, take_usage: Callable[[], Sequence[NameUsage]]) -> None:
         """From now on ask `take_usage` every few seconds, and at the end, for the counters that changed; keep them."""
         ...
+
+
+class DatabaseState(enum.StrEnum):
+    """`down`: it refuses connections, to every server alike, so no name changes. `silent`: it does not answer this
+    server, and may answer others."""
+
+    CONNECTED = "connected"
+    DOWN = "down"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseHealth:
+    """away_s: seconds since it was last heard."""
+
+    state: DatabaseState
+    away_s: float
+
+
+Apply = Callable[[Sequence[NameChange], float], None]
+"""Makes names what another server made them; waits so many seconds at most for files that are not here yet."""
+
+Write = Callable[[Sequence[NameChange]], None]
+
+
+class SharedJournal(ABC):
+    """A journal that several servers write. Each has a registry of the same names, which follows it.
+
+    A verb changes names in a turn. Among all servers there is one turn at a time, and in it the registry has what all
+    turns before it wrote; so a second verb sees the first. Its methods raise DatabaseUnavailableError.
+    """
+
+    @abstractmethod
+    def follow(self, apply: Apply) -> None:
+        """From now on tell `apply` of what other servers write. It is called by one thread at a time."""
+
+    @abstractmethod
+    def turn(self) -> AbstractContextManager[Write]:
+        """Yields what writes the changes of this turn. They are safe when it returns.
+
+        Where it raises JournalError, they may have been written or not: the names are refused until that is known.
+        """
+
+    @abstractmethod
+    def alone_on(self, name: str) -> AbstractContextManager[None]:
+        """No other server has a slow verb on `name`. Those of this server exclude each other by themselves."""
+
+    @abstractmethod
+    def take_adapter_id(self) -> int:
+        """One that no server has used."""
+
+    @abstractmethod
+    def check_known(self, *names: str) -> None:
+        """Raises AdapterUnavailableError for a name that may mean something else at another server by now."""
+
+    @abstractmethod
+    def count(self, take_usage: Callable[[], Sequence[NameUsage]]) -> None:
+        """As `Journal.count`. Counters of all servers add up."""
+
+    @abstractmethod
+    def health(self) -> DatabaseHealth: ...

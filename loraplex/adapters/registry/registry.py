@@ -27,10 +27,11 @@ from functools import partial
 
 from loraplex.adapters.registry.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
 from loraplex.adapters.registry.drain import Drain, check_deadline
+from loraplex.adapters.registry.following import Following, Locate, OnChange, found_where_it_was
 from loraplex.adapters.registry.integrity import check_integrity
 from loraplex.adapters.registry.load import AdapterLoader
 from loraplex.adapters.registry.name_table import NameTable
-from loraplex.adapters.registry.records import Journal, NameRecord, NameUsage
+from loraplex.adapters.registry.records import Journal, NameChange, NameRecord, NameUsage, SharedJournal
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.switch import AdapterSwitch
 from loraplex.adapters.registry.verbs import (
@@ -50,9 +51,6 @@ from loraplex.events import Detail, EventKind
 
 ABORT_GRACE_S = 5.0
 DEFAULT_VERSIONS_KEPT = 2
-
-OnChange = Callable[[EventKind, str, str, Mapping[str, Detail]], None]
-"""Called in the verb's thread, under no lock, with the kind, the adapter's name, one sentence, and details."""
 
 
 def start_thread(job: Callable[[], None]) -> None:
@@ -74,6 +72,7 @@ class LoRARegistry:
     max_versions_kept: of one name, the current one counted; 1 keeps no earlier one.
     max_lora_rank: above which `open_adapter` refuses, for what makes adapters to load.
     journal: where names outlive the process; None: nowhere. on_change is told of switches, moves and unloads.
+    locate: of a shared journal, where the files are that another server loaded; fetches them if need be.
     Errors: AdapterNotFoundError for a name that resolves to nothing, AdapterConflictError for a name or number that is
     another's, InvalidRequestError for arguments that cannot be, and what the store and open_adapter raise.
     """
@@ -90,8 +89,9 @@ class LoRARegistry:
         abort_grace_s: float = ABORT_GRACE_S,
         max_versions_kept: int = DEFAULT_VERSIONS_KEPT,
         max_lora_rank: int | None = None,
-        journal: Journal | None = None,
+        journal: Journal | SharedJournal | None = None,
         on_change: OnChange = lambda kind, name, text, details: None,
+        locate: Locate = found_where_it_was,
     ) -> None:
         self.max_lora_rank = max_lora_rank
         self._store = store
@@ -106,6 +106,7 @@ class LoRARegistry:
         self._switch = AdapterSwitch(store, self._names, self._drain)
         self._loader = AdapterLoader(store, open_adapter, clock, self._names, self._drain, run_later)
         self._views = Views(store, self._names)
+        self._following = Following(store, self._names, self._drain, locate, run_later, on_change, self._base_names)
         self._skipped: dict[str, str] = {}
         if journal is not None:
             journal.count(self.take_usage)
@@ -116,6 +117,7 @@ class LoRARegistry:
         """Take a reference to the version that answers for `name` (or for `name@N`) now. Release it exactly once."""
         with self._lock:
             version = self._table.answering(name)
+            self._names.check_known(version, name)
             self._table.use(version, self._clock())
             return version.ref
 
@@ -123,6 +125,7 @@ class LoRARegistry:
         """A reference as of `acquire`, for what may not become a request: it is not counted as one."""
         with self._lock:
             version = self._table.answering(name)
+            self._names.check_known(version, name)
             version.num_references += 1
             return version.ref
 
@@ -200,10 +203,19 @@ class LoRARegistry:
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
         wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn)
-        result = self._loader.load(wish)
+        result = self._found_as_wished(wish) or self._loader.load(wish)
         if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(name)
         return result
+
+    def _found_as_wished(self, wish: LoadWish) -> LoadResult | None:
+        """A request that brings its adapter asks no database for one that is there."""
+        with self._lock:
+            found = None if self._names.shared is None else self._table.found_as_wished(wish)
+            if found is None:
+                return None
+            self._names.check_known(found, wish.name)
+            return LoadResult(LoadStatus.ALREADY_LOADED, found.ref)
 
     def clone(self, name: str, new_name: str, *, lora_int_id: int | None = None, is_pinned: bool = False) -> LoadResult:
         """Make `new_name` resolve to what answers for `name` (or for `name@N`) now, under an id of its own.
@@ -346,17 +358,13 @@ class LoRARegistry:
                     f"{name!r} is not the version that answers for {version.ref.adapter_name!r}, "
                     "and only that is pinned; move the name to it first, or preload it"
                 )
-            has_changed = self._store.pin_adapter(version.adapter_id)
-            self._drain.note_pin(version, True)
-            return has_changed
+            return self._drain.set_pin(version, True)
 
     def unpin(self, name: str) -> bool:
         with self._verb_on(name) as (version, is_current):
             if not is_current:
                 return False  # it has no pin
-            has_changed = self._store.unpin_adapter(version.adapter_id)
-            self._drain.note_pin(version, False)
-            return has_changed
+            return self._drain.set_pin(version, False)
 
     def evict(self, name: str) -> bool:
         """One tier down, which lifts a pin; the name still resolves. Whether something changed. `name@N` too."""
@@ -424,6 +432,9 @@ class LoRARegistry:
         """
         for name in records:
             check_adapter_name(name, self._base_names)
+        if self._names.shared is not None:
+            self._following.begin([NameChange(name, record) for name, record in records.items()], self._names.shared)
+            return
         with self._lock:
             assert not self._table.versions(), "resume comes before everything else"
             for name, record in records.items():

@@ -12,7 +12,7 @@ from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, SwitchResult
 from loraplex.adapters.registry.version import AdapterVersion, PendingDrain
 from loraplex.core import AdapterStore
-from loraplex.errors import AdapterNoRoomError
+from loraplex.errors import AdapterNoRoomError, DatabaseUnavailableError
 
 
 class AdapterSwitch:
@@ -81,6 +81,10 @@ class AdapterSwitch:
                 with self._names.change() as table:
                     if table.earlier(name, number) is version:
                         drains = table.move(name, version)
+            except DatabaseUnavailableError:
+                if drains is None and version is not current and version.ref.adapter_name == name:
+                    self._drain.give_pin_back(current, version)
+                raise
             finally:
                 self._drain.complete(drains or ())
             if drains is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from loraplex.adapters.registry.records import AdapterText, NameRecord, VersionRecord
 from loraplex.core import AdapterId, AdapterSpec
+from loraplex.errors import AdapterUnavailableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class AdapterVersion:
     """is_unloaded: its name stopped resolving, `name@N` too.
 
     is_forced_out: its requests are being aborted; what has not reached the engine yet must no longer be sent, until the
-    last reference is released or it answers again.
+    last reference is released or it answers again. is_ready: the store knows it; another server has loaded one that is
+    not.
     """
 
     ref: LoRARef
@@ -90,6 +92,7 @@ class AdapterVersion:
     pending_drain: PendingDrain | None = None
     is_unloaded: bool = False
     is_forced_out: bool = False
+    is_ready: bool = True
 
     @property
     def adapter_id(self) -> AdapterId:
@@ -102,6 +105,12 @@ class AdapterVersion:
     @property
     def is_to_be_dropped(self) -> bool:
         return self.pending_drain is not None and self.pending_drain.then is AfterDrain.DROP
+
+    def check_ready(self) -> None:
+        """Raises AdapterUnavailableError."""
+        if not self.is_ready:
+            text = "was loaded at another server, and its files are not at this one yet; try again"
+            raise AdapterUnavailableError(f"adapter {self.ref.adapter_name!r} {text}")
 
     def start_drain(self, then: AfterDrain) -> PendingDrain:
         """Make `then` due once the last reference goes; one that was due before is off."""

@@ -14,11 +14,13 @@ from weakref import WeakSet
 
 import torch
 
-from loraplex.core import LoraSlice
+from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
+from loraplex.distributed import RankGroup
 from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.native import checksum, lora, sampling
 from loraplex.kernels.native.attention import kv_layout_gap, paged_attention, rotary_write_kv
+from loraplex.kernels.native.board import MAX_RANKS, RankBoard, board_nbytes
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import (
@@ -228,6 +230,18 @@ class NativeBackend(TorchBackend):
             self._fallbacks.add("paged_attention", gap)
             return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
         return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads)
+
+    def rank_nbytes(self, num_ranks: int) -> int:
+        return board_nbytes(num_ranks) if num_ranks <= MAX_RANKS else 0
+
+    def collectives(self, shard: Shard, memory: torch.Tensor, watched: Sequence[int]) -> RankBoard:
+        return RankBoard(self.library, shard, memory, watched)
+
+    def sum_ranks(self, part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        if self._recorder is None or ranks.shard.size == 1:
+            return ranks.sum(part)
+        assert isinstance(ranks.collectives, RankBoard)
+        return self._recorder.sum_ranks(part, ranks.collectives)
 
     # -------------------------------------------------------------------------------------------------- glue of a layer
 

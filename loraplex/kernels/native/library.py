@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
@@ -48,6 +48,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _INT),
     "loraplex_silu_mul": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
     "loraplex_run_program": (_POINTER, _LONG, _POINTER, _POINTER),
+    "loraplex_sum_ranks": (_POINTER, _POINTER, _LONG),
+    "loraplex_join_ranks": (_POINTER, _POINTER, _LONG, _LONG, _POINTER),
     "loraplex_argmax": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_top_k": (_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_scale_logits": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),

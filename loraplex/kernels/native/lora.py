@@ -7,10 +7,12 @@ import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from loraplex.core import LoraSlice
+from loraplex.core import LoraSlice, ShardKind
+from loraplex.kernels.native.board import RankBoard
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.reference import check_input_gains, check_rows, copy_scales, unpack_gains, unpack_scales
@@ -25,13 +27,23 @@ OVERREAD_WIDTH = 16
 PANEL_COLUMNS = {"avx512": 64, "avx2": 64, "portable": 48}
 """kLoraPanel of csrc/lora_layout.h: columns of a panel, by instruction set."""
 
-NO_SLICE = (0,) * 11
+NO_SLICE = (0,) * 13
 
 # ------------------------------------------------------------------------------------------------------------- packing
 
-_SliceShape = tuple[int, int, bool, float, int, int, int]
-"""What decides the layout of a slice: rank, out_features, whether it has a bias, scaling, size of the gain, of the
-input gain and of out_scale (0: none)."""
+
+class _SliceShape(NamedTuple):
+    """What decides the layout of a slice; sizes are 0 for what it has not."""
+
+    rank: int
+    a_rows: int
+    b_rows: int
+    scaling: float
+    bias_size: int
+    gain_size: int
+    input_gain_size: int
+    scale_size: int
+    is_exchanged: bool
 
 
 def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
@@ -51,19 +63,15 @@ def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[Slic
     An input gain beside A and B where there are other slices is an AssertionError.
     """
     check_input_gains(slices)
-    in_features = 0
-    shapes: list[_SliceShape | None] = []
-    for s in slices:
-        if s is None:
-            shapes.append(None)
-            continue
-        gains = _numel(s.gain), _numel(s.input_gain), _numel(s.out_scale)
-        if s.lora_a is None or s.lora_b is None:
-            shapes.append((s.rank, _numel(s.bias), s.bias is not None, s.scaling, *gains))
-        else:
-            rank, in_features = s.lora_a.shape
-            shapes.append((rank, s.lora_b.size(0), s.bias is not None, s.scaling, *gains))
-    return _layout(block_dtype(slices), in_features, tuple(shapes))
+    in_features = max((s.lora_a.shape[1] for s in slices if s is not None and s.lora_a is not None), default=0)
+    shapes = tuple(None if s is None else _shape_of(s) for s in slices)
+    return _layout(block_dtype(slices), in_features, shapes)
+
+
+def _shape_of(s: SliceWeights) -> _SliceShape:
+    a_rows, b_rows = (0 if each is None else each.shape[0] for each in (s.lora_a, s.lora_b))
+    bias, gain, input_gain, scale = map(_numel, (s.bias, s.gain, s.input_gain, s.out_scale))
+    return _SliceShape(s.rank, a_rows, b_rows, s.scaling, bias, gain, input_gain, scale, s.is_exchanged)
 
 
 def _numel(tensor: torch.Tensor | None) -> int:
@@ -74,34 +82,34 @@ def _numel(tensor: torch.Tensor | None) -> int:
 def _layout(
     dtype: torch.dtype, in_features: int, shapes: tuple[_SliceShape | None, ...]
 ) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    cursor = _part_bytes(in_features, sum(shape[0] for shape in shapes if shape and not shape[6]), dtype)
+    cursor = _part_bytes(in_features, sum(shape.a_rows for shape in shapes if shape), dtype)
     layouts: list[SliceLayout | None] = []
     for shape in shapes:
         if shape is None:
             layouts.append(None)
             continue
-        rank, out_features, has_bias, scaling, gain_size, input_gain_size, scale_size = shape
-        has_own = rank > 0 and not scale_size
-        b_offset, cursor = cursor, cursor + (_part_bytes(rank, out_features, dtype) if has_own else 0)
-        bias_offset, cursor = cursor, cursor + (align(4 * out_features) if has_bias else 0)
-        gain_offset, cursor = cursor, cursor + align(4 * gain_size)
-        input_gain_offset, cursor = cursor, cursor + align(4 * input_gain_size)
+        has_own = shape.a_rows > 0
+        b_offset, cursor = cursor, cursor + (_part_bytes(shape.rank, shape.b_rows, dtype) if has_own else 0)
+        bias_offset, cursor = cursor, cursor + align(4 * shape.bias_size)
+        gain_offset, cursor = cursor, cursor + align(4 * shape.gain_size)
+        input_gain_offset, cursor = cursor, cursor + align(4 * shape.input_gain_size)
         layouts.append(
             SliceLayout(
                 a_offset=0 if has_own else ABSENT,
                 b_offset=b_offset if has_own else ABSENT,
-                bias_offset=bias_offset if has_bias else ABSENT,
-                rank=rank,
-                scale=float(scaling),
+                bias_offset=bias_offset if shape.bias_size else ABSENT,
+                rank=shape.rank,
+                scale=float(shape.scaling),
                 dtype=dtype,
-                gain_offset=gain_offset if gain_size else ABSENT,
-                input_gain_offset=input_gain_offset if input_gain_size else ABSENT,
+                gain_offset=gain_offset if shape.gain_size else ABSENT,
+                input_gain_offset=input_gain_offset if shape.input_gain_size else ABSENT,
+                is_exchanged=shape.is_exchanged,
             )
         )
     for index, (layout, shape) in enumerate(zip(layouts, shapes, strict=True)):
-        if layout is not None and shape is not None and (scale_size := shape[6]):
+        if layout is not None and shape is not None and shape.scale_size:
             layouts[index] = replace(layout, scales_offset=cursor)
-            cursor += align(4 * layout.rank) + align(4 * scale_size)
+            cursor += align(4 * layout.rank) + align(4 * shape.scale_size)
     return cursor, tuple(layouts)
 
 
@@ -141,13 +149,14 @@ def pack(
         in_features = max(in_features, _numel(s.input_gain))
         alive.append(tuple(vectors))
         if s.lora_a is None or s.lora_b is None:
-            sources.extend((0, 0, *addresses, 0, 0, 0, 0, 0, max(_numel(s.bias), _numel(s.gain))))
+            sources.extend((0, 0, *addresses, 0, 0, 0, 0, 0, max(_numel(s.bias), _numel(s.gain)), 0, 0))
             continue
         a, b = _rows(s.lora_a), _rows(s.lora_b)
         in_features = a.size(1)
         codes = DTYPE_CODES[a.dtype], DTYPE_CODES[b.dtype]
         strides = a.stride(0), b.stride(0)
-        sources.extend((a.data_ptr(), b.data_ptr(), *addresses, *strides, *codes, layout.rank, b.size(0)))
+        widest = max(_numel(s.bias), _numel(s.gain), len(b))
+        sources.extend((a.data_ptr(), b.data_ptr(), *addresses, *strides, *codes, layout.rank, widest, len(a), len(b)))
         alive.append((a, b))
     library.functions.loraplex_pack_lora(
         DTYPE_CODES[dtype], sources.buffer_info()[0], len(slices), in_features, out.data_ptr()
@@ -172,7 +181,9 @@ def unpack(
     out_features: Sequence[int],
     block: torch.Tensor,
 ) -> tuple[SliceWeights | None, ...]:
-    """As KernelBackend.unpack; A and B are copies, biases and gains lie in `block`."""
+    """As KernelBackend.unpack; A and B are copies, biases and gains lie in `block`. Of what ranks exchange there is no
+    use for a share."""
+    assert not any(layout is not None and layout.is_exchanged for layout in layouts)
     ranks = [0 if layout is None or layout.is_shared else layout.rank for layout in layouts]
     panel = panel_columns(library)
     rows: list[torch.Tensor] = []
@@ -240,20 +251,22 @@ class TableRows(ctypes.Structure):
     """csrc/api.h's LoraTable: the rows of one target. They never move, so it is made once per table and target."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a_addr", "b_addr", "bias_addr", "gain_addr", "input_gain_addr")),
-        *((name, ctypes.c_void_p) for name in ("scales_addr", "rank", "scale", "format")),
-        *((name, ctypes.c_int64) for name in ("capacity", "num_slices", "in_features")),
-        *((name, ctypes.c_void_p) for name in ("out_offset", "out")),
+        ("entries", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "num_slices", "in_features")),
+        *((name, ctypes.c_void_p) for name in ("out_offset", "out", "board")),
+        ("is_cut_by_inputs", ctypes.c_int64),
     )
 
     @classmethod
     def of(cls, table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> TableRows:
-        parts = (table.a_addr, table.b_addr, table.bias_addr, table.gain_addr, table.input_gain_addr)
-        columns = (*parts, table.scales_addr, table.rank, table.scale, table.dtype)
+        entries = table.entries[0, first_row]
         outs = [array("q", (s.out_offset for s in slices)), array("q", (s.out_features for s in slices))]
-        addresses = (column[first_row].data_ptr() for column in columns)
-        rows = cls(*addresses, table.capacity, len(slices), in_features, *(out.buffer_info()[0] for out in outs))
-        rows.outs = outs  # kept alive
+        sizes = table.num_rows, len(slices), in_features
+        board = table.collectives if isinstance(table.collectives, RankBoard) else None
+        is_row = table.target_at(table.place_of(first_row)[0]).kind is ShardKind.ROW
+        where = (out.buffer_info()[0] for out in outs)
+        rows = cls(entries.data_ptr(), *sizes, *where, None if board is None else board.address, is_row)
+        rows.kept = outs, board
         rows.address = ctypes.addressof(rows)
         return rows
 

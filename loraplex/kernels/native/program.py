@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.native.attention import NO_WINDOW, attention_step, kv_layout_gap, rotary_call
+from loraplex.kernels.native.board import RankBoard
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PanelWeight
 from loraplex.kernels.native.lora import TableRows, segments_of, table_rows
@@ -32,7 +33,7 @@ from loraplex.kernels.step_batch import LayersForward, StepBatch
 
 OPERATORS = (
     *("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul"),
-    "scale_input",
+    *("scale_input", "sum_ranks"),
 )
 """By number, as in csrc/api.h."""
 
@@ -112,6 +113,8 @@ class Recorder:
         self.has_input_gains = False
         """Of the table, before the first operator that depends on it was written down."""
         self.first_attention: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        self.board: RankBoard | None = None
+        """Of the ranks that have a share of the step."""
         self._workspace = workspace
         self._num_threads = num_threads
         self._alive: list[Any] = []
@@ -195,6 +198,13 @@ class Recorder:
         y = self._workspace.empty(inner)
         self._add("silu_mul", self._scratch(gate_up), y.data_ptr(), size=(gate_up.stride(0), inner))
         return y
+
+    def sum_ranks(self, part: torch.Tensor, board: RankBoard) -> torch.Tensor:
+        assert self.board in (None, board)
+        assert part.is_contiguous()
+        self.board = board
+        self._add("sum_ranks", board.address, self._scratch(part), size=(part.shape[1],))
+        return part
 
     def rotary_write_kv(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor
@@ -345,3 +355,5 @@ class StepProgram:
         if seconds is not None and self._on_seconds is not None:
             for operator, spent in zip(OPERATORS, seconds, strict=True):
                 self._on_seconds(operator, spent)
+        if program.recorder.board is not None:
+            program.recorder.board.check()

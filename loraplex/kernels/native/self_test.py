@@ -7,13 +7,15 @@ counts them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
-from loraplex.core import LoraSlice, LoraTarget
+from loraplex.core import LoraSlice, LoraTarget, Shard
 from loraplex.kernels.native import glue, lora, sampling
 from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotary_write_kv
+from loraplex.kernels.native.board import PART_BYTES, RankBoard, board_nbytes
 from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import linear, pack_linear, row_norms
@@ -210,6 +212,20 @@ def _program(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     return (*outputs, kv)
 
 
+def _ranks(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """Two ranks of one process, with more than they say to each other at once."""
+    memory, parts = torch.zeros(board_nbytes(2), dtype=torch.uint8), _draw(2, 3, PART_BYTES // 8)
+    boards = [RankBoard(library, Shard(rank, 2), memory, ()) for rank in range(2)]
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        joined = boards[rank].side_by_side(parts[rank])
+        return joined, boards[rank].sum(parts[rank].clone())
+
+    with ThreadPoolExecutor(1) as others:
+        other = others.submit(run, 1)
+        return *run(0), other.result()[1]
+
+
 CASES: Mapping[str, Case] = {
     "linear float32": partial(_linear, torch.float32),
     "linear float16": partial(_linear, torch.float16),
@@ -222,6 +238,7 @@ CASES: Mapping[str, Case] = {
     "add_rows bfloat16": partial(_add_rows, torch.bfloat16),
     "rotary_write_kv, paged_attention": _attention,
     "program": _program,
+    "ranks": _ranks,
     "rms_norm": _rms_norm,
     "silu_mul": _silu_mul,
     "argmax, top_k, logprobs": _ranking,

@@ -15,13 +15,14 @@ from loraplex.kernels.reference import check_rows
 from loraplex.kernels.tiles import SMALL_ROWS
 from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
 from loraplex.kernels.triton.lora import num_small_tiles
+from loraplex.kernels.triton.lora_small import WORDS
 
 NUMBERS = 4096
 """Of x in one program."""
 
 
 @triton.jit(
-    do_not_specialize=["tile_room", "row", "num_slots"],
+    do_not_specialize=["tile_room", "row", "num_rows"],
     do_not_specialize_on_alignment=["tiles", "input_gain_addr"],
 )
 def scale_input_kernel(
@@ -31,7 +32,7 @@ def scale_input_kernel(
     tile_room,
     input_gain_addr,
     row,
-    num_slots,
+    num_rows,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -49,7 +50,7 @@ def scale_input_kernel(
         member = tile + link
         slot = tl.load(tiles + 2 * tile_room + member)
         weight = tl.load(tiles + 4 * tile_room + member).to(tl.float32, bitcast=True)
-        address = tl.load(input_gain_addr + row * num_slots + slot)
+        address = tl.load(input_gain_addr + (slot * num_rows + row) * WORDS)
         if address != 0:
             touched = 1
             gain = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
@@ -80,6 +81,6 @@ def scale_input(launcher: Launcher, x: torch.Tensor, plan: LoraPlan, table: Slot
         block_k = min(NUMBERS // block_m, triton.next_power_of_2(x.shape[1]))
         launcher.launch(
             scale_input_kernel, (triton.cdiv(x.shape[1], block_k), count),
-            x, x.stride(0), tiles, tiles.shape[1], table.input_gain_addr, row, table.capacity,
+            x, x.stride(0), tiles, tiles.shape[1], table.input_gain_addr, row, table.num_rows,
             IN=x.shape[1], BLOCK_M=block_m, BLOCK_K=block_k,
         )  # fmt: skip

@@ -181,7 +181,7 @@ def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
         is_fused = items <= FUSED_ITEMS_PER_SM * linear.launcher.target.num_sms
     y, x, table = linear.y, linear.x, linear.table
     tiles, room = linear.plan.small_tiles, linear.plan.small_tiles.shape[1]
-    at = linear.first_row, table.capacity
+    at = linear.first_row, table.num_rows
     shrink = {"IN": in_features, "SPLITS": blocks.splits, "BLOCK_K": blocks.block_k}
     expand = {"PADDED_SPLITS": triton.next_power_of_2(blocks.splits), "BLOCK_N": blocks.block_n}
     addends = table.b_addr, table.bias_addr, table.gain_addr, table.rank, table.scale
@@ -273,7 +273,7 @@ def _add_large(linear: _Linear, found: Tiles) -> None:
     s = linear.workspace.take("shrunk", count, dot, device)
     partial = s if blocks.splits == 1 else linear.workspace.take("splits", blocks.splits * count, torch.float32, device)
     tiles, room = linear.plan.large_tiles, linear.plan.large_tiles.shape[1]
-    at = linear.first_row, table.capacity
+    at = linear.first_row, table.num_rows
     shape = {**linear.shape, "BLOCK_M": block_m, "DOT": TRITON_DTYPES[dot], "num_warps": 8 if block_m > 64 else 4}
     linear.launch(
         shrink_large_kernel, (triton.cdiv(num_lanes, blocks.block_j), blocks.splits, num_tiles),

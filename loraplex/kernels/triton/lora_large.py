@@ -15,9 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.lora_small import WORDS
+
 
 @triton.jit(
-    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize=["tile_room", "first_row", "num_rows"],
     do_not_specialize_on_alignment=["tiles", "a_addr", "ranks", "scales"],
 )
 def shrink_large_kernel(
@@ -31,7 +33,7 @@ def shrink_large_kernel(
     ranks,
     scales,
     first_row,
-    num_slots,
+    num_rows,
     split_k,
     IN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -49,12 +51,12 @@ def shrink_large_kernel(
     start = tl.load(tiles + tile)
     rows = tl.load(tiles + tile_room + tile)
     weight = tl.load(tiles + 4 * tile_room + tile).to(tl.float32, bitcast=True)
-    entry = first_row * num_slots + tl.maximum(slot, 0)
+    entry = (tl.maximum(slot, 0) * num_rows + first_row) * WORDS
     j = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
     index, before = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.int32)
     rank, total = tl.zeros((BLOCK_J,), tl.int32), 0
     for i in tl.static_range(NUM_SLICES):
-        of_slice, is_behind = tl.minimum(tl.load(ranks + entry + i * num_slots), RANK_CAPACITY), j >= total
+        of_slice, is_behind = tl.minimum(tl.load(ranks + 2 * (entry + i * WORDS)), RANK_CAPACITY), j >= total
         index, before, rank = (
             tl.where(is_behind, i, index),
             tl.where(is_behind, total, before),
@@ -62,10 +64,10 @@ def shrink_large_kernel(
         )
         total += (of_slice + 7) // 8 * 8
     if (slot >= 0) & (tl.program_id(0) * BLOCK_J < total):
-        entries, r = entry + index * num_slots, j - before
+        entries, r = entry + index * WORDS, j - before
         is_lane = r < rank
         address = tl.load(a_addr + entries, mask=is_lane, other=0)
-        factor = weight * tl.load(scales + entries, mask=is_lane, other=0)
+        factor = weight * tl.load(scales + 2 * entries, mask=is_lane, other=0)
         if tl.int8 == BLOCK:
             scale_at = address + (rank.to(tl.int64) * IN + 63) // 64 * 64
             factor *= tl.load(scale_at.to(tl.pointer_type(tl.float32)) + r, mask=is_lane, other=0)
@@ -121,7 +123,7 @@ def _dot_ranks(
 
 
 @triton.jit(
-    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize=["tile_room", "first_row", "num_rows"],
     do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "gain_addr", "ranks"],
 )
 def expand_large_kernel(
@@ -135,7 +137,7 @@ def expand_large_kernel(
     gain_addr,
     ranks,
     first_row,
-    num_slots,
+    num_rows,
     OFFSETS: tl.constexpr,
     WIDTHS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -171,8 +173,8 @@ def expand_large_kernel(
         member = tile + link
         slot = tl.load(tiles + 2 * tile_room + member)
         weight = tl.load(tiles + 4 * tile_room + member).to(tl.float32, bitcast=True)
-        entry = (first_row + index) * num_slots + slot
-        rank = tl.minimum(tl.load(ranks + entry), RANK_CAPACITY)
+        entry = (slot * num_rows + first_row + index) * WORDS
+        rank = tl.minimum(tl.load(ranks + 2 * entry), RANK_CAPACITY)
         address, bias_address = tl.load(b_addr + entry), tl.load(bias_addr + entry)
         total = acc  # which a member with a gain has of its own
         if HAS_GAINS:
@@ -184,7 +186,7 @@ def expand_large_kernel(
             b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
             lane = 0
             for i in tl.static_range(NUM_SLICES):
-                of_slice = tl.minimum(tl.load(ranks + first_row * num_slots + i * num_slots + slot), RANK_CAPACITY)
+                of_slice = tl.minimum(tl.load(ranks + 2 * (entry + (i - index) * WORDS)), RANK_CAPACITY)
                 lane += tl.where(i < index, (of_slice + 7) // 8 * 8, 0)
             s_at = s + (member * BLOCK_M + m).to(tl.int64) * (NUM_SLICES * RANK_CAPACITY) + lane
             # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each

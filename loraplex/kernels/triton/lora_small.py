@@ -29,6 +29,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loraplex.kernels.plan import ENTRY_WORDS
+
+WORDS = tl.constexpr(ENTRY_WORDS)
+"""From entry to entry of the slot table, in words of 64 bits; twice as many in words of 32."""
+
 
 @triton.jit
 def _dot_rows(block, x_row):
@@ -46,7 +51,7 @@ def _shrink(
     a_addr,
     ranks,
     first_row,
-    num_slots,
+    num_rows,
     tile,
     index,
     split,
@@ -62,8 +67,8 @@ def _shrink(
     slot = tl.load(tiles + 2 * tile_room + tile)
     start = tl.load(tiles + tile)
     rows = tl.load(tiles + tile_room + tile)
-    entry = (first_row + index) * num_slots + tl.maximum(slot, 0)
-    rank = tl.minimum(tl.load(ranks + entry), RANK_CAPACITY)
+    entry = (tl.maximum(slot, 0) * num_rows + first_row + index) * WORDS
+    rank = tl.minimum(tl.load(ranks + 2 * entry), RANK_CAPACITY)
     address = tl.load(a_addr + entry)
     is_present = (slot >= 0) & (rank > 0)
     if is_present:
@@ -207,7 +212,7 @@ def _expand(
     ranks,
     scales,
     first_row,
-    num_slots,
+    num_rows,
     counters,
     tile,
     chunk,
@@ -246,9 +251,9 @@ def _expand(
         member = tile + link
         slot = tl.load(tiles + 2 * tile_room + member)
         weight = tl.load(tiles + 4 * tile_room + member).to(tl.float32, bitcast=True)
-        entry = (first_row + index) * num_slots + slot
-        rank = tl.minimum(tl.load(ranks + entry), RANK_CAPACITY)
-        factor = weight * tl.load(scales + entry)
+        entry = (slot * num_rows + first_row + index) * WORDS
+        rank = tl.minimum(tl.load(ranks + 2 * entry), RANK_CAPACITY)
+        factor = weight * tl.load(scales + 2 * entry)
         address, bias_address = tl.load(b_addr + entry), tl.load(bias_addr + entry)
         s = partial + ((member * 4).to(tl.int64) * NUM_SLICES + index) * (SPLITS * RANK_CAPACITY)
         counter = counters + member * NUM_SLICES + index
@@ -293,7 +298,7 @@ def _expand(
 
 
 @triton.jit(
-    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize=["tile_room", "first_row", "num_rows"],
     do_not_specialize_on_alignment=["tiles", "a_addr", "ranks"],
 )
 def shrink_small_kernel(
@@ -305,7 +310,7 @@ def shrink_small_kernel(
     a_addr,
     ranks,
     first_row,
-    num_slots,
+    num_rows,
     IN: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -317,14 +322,14 @@ def shrink_small_kernel(
     """Grid (slices x splits, tiles)."""
     item = tl.program_id(0)
     _shrink(
-        x, x_stride, partial, tiles, tile_room, a_addr, ranks, first_row, num_slots,
+        x, x_stride, partial, tiles, tile_room, a_addr, ranks, first_row, num_rows,
         tl.program_id(1), item // SPLITS, item % SPLITS,
         IN, BLOCK, NUM_SLICES, SPLITS, RANK_CAPACITY, BLOCK_K, BLOCK_R,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize=["tile_room", "first_row", "num_rows"],
     do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "gain_addr", "ranks", "scales"],
 )
 def expand_small_kernel(
@@ -339,7 +344,7 @@ def expand_small_kernel(
     ranks,
     scales,
     first_row,
-    num_slots,
+    num_rows,
     OFFSETS: tl.constexpr,
     WIDTHS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -354,7 +359,7 @@ def expand_small_kernel(
 ):
     """Grid (N-chunks of all slices, tiles)."""
     _expand(
-        y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, gain_addr, ranks, scales, first_row, num_slots,
+        y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, gain_addr, ranks, scales, first_row, num_rows,
         ranks, tl.program_id(1), tl.program_id(0),
         OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, HAS_GAINS,
         False,
@@ -362,7 +367,7 @@ def expand_small_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["tile_room", "first_row", "num_slots", "num_tiles"],
+    do_not_specialize=["tile_room", "first_row", "num_rows", "num_tiles"],
     do_not_specialize_on_alignment=["tiles", "a_addr", "b_addr", "bias_addr", "gain_addr", "ranks", "scales"],
 )
 def fused_small_kernel(
@@ -380,7 +385,7 @@ def fused_small_kernel(
     ranks,
     scales,
     first_row,
-    num_slots,
+    num_rows,
     counters,
     num_tiles,
     IN: tl.constexpr,
@@ -406,7 +411,7 @@ def fused_small_kernel(
     if ticket < shrink_items:
         tile, item = ticket // (NUM_SLICES * SPLITS), ticket % (NUM_SLICES * SPLITS)
         is_written = _shrink(
-            x, x_stride, partial, tiles, tile_room, a_addr, ranks, first_row, num_slots,
+            x, x_stride, partial, tiles, tile_room, a_addr, ranks, first_row, num_rows,
             tile, item // SPLITS, item % SPLITS,
             IN, BLOCK, NUM_SLICES, SPLITS, RANK_CAPACITY, BLOCK_K, BLOCK_R,
         )  # fmt: skip
@@ -416,7 +421,7 @@ def fused_small_kernel(
     else:
         rest = ticket - shrink_items
         _expand(
-            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, gain_addr, ranks, scales, first_row, num_slots,
+            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, gain_addr, ranks, scales, first_row, num_rows,
             counters + 1, rest // NUM_CHUNKS, rest % NUM_CHUNKS,
             OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, HAS_GAINS,
             True,

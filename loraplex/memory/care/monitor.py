@@ -225,19 +225,29 @@ def _shown(look: MemoryLook) -> Mapping[str, float]:
 def system_pressure(root: Path = Path("/")) -> float | None:
     """The share of memory that cannot be had any more, 0 to 1: of the machine or of the container's limit, whichever is
     nearer its end."""
-    shares = [share for share in (_machine(root), _container(root)) if share is not None]
-    return max(shares, default=None)
+    return _pressure_with(0, root)
 
 
-def _machine(root: Path) -> float | None:
-    """From MemAvailable, in which the kernel counts what it can take back."""
+def has_room(nbytes: int, max_pressure: float, root: Path = Path("/")) -> bool:
+    """Whether `system_pressure` stays below a share with so many bytes more; also where it is not known."""
+    pressure = _pressure_with(nbytes, root)
+    return pressure is None or pressure < max_pressure
+
+
+def _pressure_with(nbytes: int, root: Path) -> float | None:
+    found = [each for each in (_machine(root), _container(root)) if each is not None]
+    return max((max(0.0, min(1.0, (used + nbytes) / total)) for used, total in found), default=None)
+
+
+def _machine(root: Path) -> tuple[int, int] | None:
+    """(used bytes, all), from MemAvailable, in which the kernel counts what it can take back."""
     found = _numbers(root / "proc/meminfo", r"^(MemTotal|MemAvailable):\s+(\d+)")
     if "MemAvailable" not in found or not found.get("MemTotal"):
         return None
-    return 1 - found["MemAvailable"] / found["MemTotal"]
+    return 1024 * (found["MemTotal"] - found["MemAvailable"]), 1024 * found["MemTotal"]
 
 
-def _container(root: Path) -> float | None:
+def _container(root: Path) -> tuple[int, int] | None:
     """cgroup v2: what is in use but for inactive file pages, which the kernel takes back."""
     folder = root / "sys/fs/cgroup"
     try:
@@ -246,7 +256,7 @@ def _container(root: Path) -> float | None:
     except (OSError, ValueError):  # no cgroup v2 here, or the limit is "max"
         return None
     inactive = _numbers(folder / "memory.stat", r"^(inactive_file) (\d+)").get("inactive_file", 0)
-    return max(0.0, min(1.0, (used - inactive) / limit)) if limit else None
+    return (used - inactive, limit) if limit else None
 
 
 def _numbers(path: Path, pattern: str) -> dict[str, int]:

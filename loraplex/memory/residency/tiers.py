@@ -19,6 +19,7 @@ from loraplex.kernels.slices import SlotImage
 from loraplex.memory.eviction.budget import Budget, HostCache
 from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Place, StoredWeights
+from loraplex.memory.residency.slot_changes import BlockPlace, SlotChange, SlotChanges
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.weights.compression import CompressedCopies
@@ -41,12 +42,21 @@ class _Image:
 
 class DeviceCache(Budget):
     """What kernels can reach: a lora_slot each, bounded in bytes and slots. pool: None where the device reads the host
-    cache's memory (a CPU)."""
+    cache's memory (a CPU). changes: for other ranks, each of which has a table of its own; None where there are none.
+    """
 
-    def __init__(self, table: SlotTable, pool: LoRAMemoryPool | None, max_bytes: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        pool: LoRAMemoryPool | None,
+        max_bytes: int,
+        policy: EvictionPolicy,
+        changes: SlotChanges | None = None,
+    ) -> None:
         super().__init__(Tier.DEVICE, "adapter_memory_bytes", max_bytes, table.capacity, policy)
         self.table = table
         self.pool = pool
+        self._changes = changes
         self._images: OrderedDict[int, _Image] = OrderedDict()
         self._layer_of = {target.name: target.layer for target in table.targets}
         self._free_slots = list(range(table.capacity))  # a heap: the lowest free slot is taken first
@@ -65,6 +75,7 @@ class DeviceCache(Budget):
     def free_slot(self, lora_slot: int) -> None:
         """Kernels launched from now on find nothing in `lora_slot`."""
         self.table.clear_slot(lora_slot)
+        self._tell(SlotChange(lora_slot, is_new=True))
         heapq.heappush(self._free_slots, lora_slot)
 
     def publish(self, lora_slot: int, layout: PackedLayout, place: Place) -> None:
@@ -72,6 +83,16 @@ class DeviceCache(Budget):
         offsets = [place.extents[block.extent_index].offset + block.offset for block in layout.blocks]
         shared = 0 if place.shared is None else place.shared.offset
         self.table.set_image(lora_slot, self._image_of(layout).rows, offsets, shared)
+        if self._changes is not None:
+            blocks = [
+                BlockPlace(block.target_name, offset, layout.sizes[block.extent_index], block.layouts)
+                for block, offset in zip(layout.blocks, offsets, strict=True)
+            ]
+            self._tell(SlotChange(lora_slot, True, blocks, layout.rope_factor))
+
+    def _tell(self, change: SlotChange) -> None:
+        if self._changes is not None:
+            self._changes.add(change)
 
     def piece_of_layer(self, layout: PackedLayout) -> Mapping[int, int]:
         """Decoder layer -> the number of its extent."""
@@ -93,7 +114,10 @@ class DeviceCache(Budget):
         """The adapter's extent number `extent_index` has moved to `extent`."""
         for block in layout.blocks:
             if block.extent_index == extent_index:
-                self.table.set_block(block.target_name, lora_slot, extent.offset + block.offset, block.layouts)
+                offset = extent.offset + block.offset
+                self.table.set_block(block.target_name, lora_slot, offset, block.layouts)
+                place = BlockPlace(block.target_name, offset, layout.sizes[extent_index], block.layouts)
+                self._tell(SlotChange(lora_slot, False, (place,)))
 
     @property
     def free_slots(self) -> frozenset[int]:

@@ -33,9 +33,10 @@ from loraplex.memory.residency.records import Demand, LoadJob, Place, StoredAdap
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.stats import MemoryLog
 from loraplex.memory.weights.loading import (
+    JobRun,
     LoadedWeights,
     Loader,
-    WeightReader,
+    Reader,
     as_adapter_error,
     errors_of,
     is_out_of_memory,
@@ -79,7 +80,7 @@ class Transfers:
 
     _store: Transitions
     _tiers: Tiers
-    _reader: WeightReader
+    _reader: Reader
     _loader: Loader
     _damage: DamageControl
     _log: MemoryLog
@@ -185,7 +186,7 @@ class Transfers:
         job = self._store.begin_load_locked(weights, demand)
         if job is None:
             return WaitsFor.ROOM
-        self._loader.submit(partial(self.run_load, job))
+        self._loader.submit(JobRun(self.run_load, job))
         return WaitsFor.LOAD
 
     def run_load(self, job: LoadJob) -> None:
@@ -257,7 +258,7 @@ class Transfers:
                 if job is None:
                     break
                 if self._tiers.copies.is_asynchronous:
-                    self._loader.submit(partial(self._land, job))
+                    self._loader.submit(JobRun(self._land, job))
                 else:
                     self._landed_locked(job, is_damaged=False)
                 return True

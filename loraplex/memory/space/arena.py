@@ -61,7 +61,7 @@ class Arena:
     """A flat uint8 tensor `memory` of `num_chunks` chunks of `chunk_bytes`; `num_bytes` is rounded up to whole chunks.
 
     Thread-safe. `is_pinned`: page-locked host memory, for copies to a GPU, where the system allows it. Other memory is
-    not touched before it is written.
+    not touched before it is written. allocate: makes memory that other processes map, too.
     An owner without limits has no floor and no ceiling.
     """
 
@@ -73,6 +73,7 @@ class Arena:
         *,
         is_pinned: bool = False,
         limits: Mapping[Owner, Limits] | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         if num_bytes < 1 or chunk_bytes < 1 or chunk_bytes % ALIGNMENT:
             raise ValueError(
@@ -81,7 +82,11 @@ class Arena:
         self.chunk_bytes = chunk_bytes
         self.num_chunks = math.ceil(num_bytes / chunk_bytes)
         self.device = torch.device(device)
-        self.memory = torch.empty(self.num_chunks * chunk_bytes, dtype=torch.uint8, device=self.device)
+        num_bytes = self.num_chunks * chunk_bytes
+        self._is_shared = allocate is not None
+        self.memory = (
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device) if allocate is None else allocate(num_bytes)
+        )
         assert self.memory.data_ptr() % ALIGNMENT == 0, "the allocator of this device aligns to less than 64 bytes"
         self._unpin = pin(self.memory) if is_pinned else None
         if self.device.type == "cpu" and not is_pinned:
@@ -215,7 +220,8 @@ class Arena:
             free = [chunk for chunk, owner in enumerate(self._owners) if owner in (None, Owner.FENCED)]
             start = self.memory.data_ptr()
             return sum(
-                release_pages(start + run.start * self.chunk_bytes, len(run) * self.chunk_bytes) for run in _runs(free)
+                release_pages(start + run.start * self.chunk_bytes, len(run) * self.chunk_bytes, self._is_shared)
+                for run in _runs(free)
             )
 
     def check_integrity(self) -> None:
@@ -302,15 +308,17 @@ def _runs(chunks: Iterable[int]) -> list[range]:
 # --------------------------------------------------------------------------------------------------------------- pages
 
 
-def release_pages(address: int, nbytes: int) -> int:
+def release_pages(address: int, nbytes: int, is_shared: bool = False) -> int:
     """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until the next write.
 
-    Returns the bytes dropped; 0 where the system is not Linux or refuses. The memory must be private and writable.
+    Returns the bytes dropped; 0 where the system is not Linux or refuses. The memory must be writable, and
+    private unless `is_shared`: other processes that map it lose them, too.
     """
     if not sys.platform.startswith("linux"):
         return 0
     start, length = _whole_pages(address, nbytes)
-    return length if length > 0 and _madvise(start, length, mmap.MADV_DONTNEED) else 0
+    advice = mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
+    return length if length > 0 and _madvise(start, length, advice) else 0
 
 
 def advise_huge_pages(address: int, nbytes: int) -> bool:

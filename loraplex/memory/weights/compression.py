@@ -17,7 +17,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -208,7 +208,9 @@ def _restored(shape: SliceWeights, rest: _Reader) -> SliceWeights:
     if shape.lora_a is not None and shape.lora_b is not None:
         a, b = rows(shape.lora_a), rows(shape.lora_b.T).T
     kept = {name: getattr(shape, name) for name in KEPT_PARTS}
-    parts = {name: None if like is None else rest.take(like.dtype, *like.shape) for name, like in kept.items()}
+    parts: dict[str, Any] = {
+        name: None if like is None else rest.take(like.dtype, *like.shape) for name, like in kept.items()
+    }
     return SliceWeights(a, b, scaling=shape.scaling, **parts)
 
 

@@ -154,14 +154,17 @@ class DiskCache:
         """Whether there is a file; whether it is good shows when it is read."""
         return self._is_file(self._found(digest))
 
-    def read_layout(self, digest: str) -> StoredLayout | None:
-        """None when there is no good file; one that is damaged is deleted."""
+    def read_layout(self, digest: str, on_damage: Callable[[], None] = lambda: None) -> StoredLayout | None:
+        """None when there is no good file; one that is damaged is deleted, and then `on_damage` is called."""
         stored: list[StoredLayout] = []
 
         def read(fd: int, header: Header) -> None:
             stored.append(StoredLayout(self._layout_of(header), header.checksums))
 
-        return stored[0] if self._read(self._found(digest), read) is DiskRead.DONE else None
+        outcome = self._read(self._found(digest), read)
+        if outcome is DiskRead.DAMAGED:
+            on_damage()
+        return stored[0] if outcome is DiskRead.DONE else None
 
     def read_into(self, digest: str, views: Sequence[torch.Tensor]) -> DiskRead:
         """Fill the extents and compare their checksums. Unless DONE, what `views` hold then is undefined."""

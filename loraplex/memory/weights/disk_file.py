@@ -183,10 +183,11 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
     gains = layout.gain_offset, layout.input_gain_offset
     plain = (*offsets, layout.rank, layout.scale, _name_of(layout.dtype))
     scales = () if layout.scales_offset == ABSENT else (layout.scales_offset,)
+    last = (True,) if layout.is_exchanged else ()
     if layout.weight_dtype is not None:
         own = layout.weight_offset, layout.row_ids_offset, layout.num_rows, _name_of(layout.weight_dtype)
-        return (*plain, *gains, *own, *scales)
-    return plain if gains == NO_GAINS and not scales else (*plain, *gains, *scales)
+        return (*plain, *gains, *own, *scales, *last)
+    return (*plain, *last) if gains == NO_GAINS and not scales else (*plain, *gains, *scales, *last)
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -246,6 +247,8 @@ def _parse_block(sizes: Sequence[int], target_name: Any, extent_index: Any, offs
 
 def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dtype: Any, *more: Any) -> SliceLayout:
     """`room`: bytes from the start of the block to the end of its extent."""
+    is_exchanged = bool(more) and more[-1] is True
+    more = more[:-1] if is_exchanged else more
     offsets = (a, b, bias, *(more[:2] or NO_GAINS))
     a, b, bias, gain, input_gain = (ABSENT if each == ABSENT else _whole(each, room - 1) for each in offsets)
     if not isinstance(scale, float) or not math.isfinite(scale):
@@ -253,6 +256,7 @@ def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dt
     if dtype not in _DTYPES:
         raise ValueError(f"a dtype of {dtype!r}")
     layout = SliceLayout(a, b, bias, _whole(rank, MAX_RANK, 1), scale, _DTYPES[dtype], gain, input_gain)
+    layout = replace(layout, is_exchanged=is_exchanged)
     if len(more) in (3, 7):
         layout, more = replace(layout, scales_offset=_whole(more[-1], room - 1)), more[:-1]
     return replace(layout, **_parse_own(room, *more[2:])) if len(more) > 2 else layout

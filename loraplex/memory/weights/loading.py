@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from loraplex.adapters.opener import check_content
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
 from loraplex.errors import (
@@ -64,8 +66,19 @@ _SOURCE_GONE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """What a loader is given for a load or a copy: `run` of `job`. A loader may look at the job."""
+
+    run: Callable[[LoadJob], None]
+    job: LoadJob
+
+    def __call__(self) -> None:
+        self.run(self.job)
+
+
 class Loader(Protocol):
-    """Runs jobs in the background, in order. Jobs do not raise."""
+    """Runs jobs in the background, in order. Jobs do not raise. Those of loads and copies are `JobRun`s."""
 
     def submit(self, job: Callable[[], None]) -> None: ...
 
@@ -171,7 +184,7 @@ def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> L
     errors: dict[int, LoraplexError] = {}
     for adapter in reversed(adapters):
         try:
-            return _read_source(adapter, weights.digest)
+            return _read_source(adapter)
         except Exception as error:
             is_reload = weights.layout is not None or adapter.is_attached
             errors[adapter.adapter_id] = _explained(error, adapter, is_reload)
@@ -196,13 +209,9 @@ def errors_of(error: BaseException, adapters: Sequence[StoredAdapter]) -> dict[i
     return {adapter.adapter_id: as_adapter_error(error, adapter.name) for adapter in adapters}
 
 
-def _read_source(adapter: StoredAdapter, digest: str) -> LoRAModel:
+def _read_source(adapter: StoredAdapter) -> LoRAModel:
     model = adapter.open_weights()
-    if model.adapter_digest != digest:
-        raise AdapterContentChangedError(
-            f"adapter {adapter.spec.adapter_name!r}: the content of its source has changed since it was loaded "
-            f"(digest {model.adapter_digest[:12]}, was {digest[:12]}); reload it"
-        )
+    check_content(adapter.spec, model.adapter_digest)
     return model
 
 
@@ -278,6 +287,14 @@ class LoadedWeights:
     is_placed: bool = True
 
 
+class Reader(Protocol):
+    """Brings weights to host memory."""
+
+    def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
+        """In any thread. Raises what the sources answer, and what `reserve` raises."""
+        ...
+
+
 class WeightReader:
     """Reads from the nearest place that has the weights. At most `max_concurrent` at once; neither waiting for memory
     nor a read that hangs counts.
@@ -296,8 +313,7 @@ class WeightReader:
             loaded = self._from_compressed(compressed, digest, kept, reserve)
             job.damaged_copies += [COMPRESSED] if loaded is None else []
         if loaded is None and disk is not None and disk.has(digest):
-            loaded = self._from_disk(disk, digest, reserve)
-            job.damaged_copies += [Tier.DISK.value] if loaded is None else []
+            loaded = self._from_disk(disk, digest, reserve, partial(job.damaged_copies.append, Tier.DISK.value))
         return loaded or self._from_source(job, reserve)
 
     def _from_compressed(
@@ -314,8 +330,12 @@ class WeightReader:
             return None
         return LoadedWeights(kept.layout, checksums, COMPRESSED)
 
-    def _from_disk(self, disk: DiskCache, digest: str, reserve: Reserve) -> LoadedWeights | None:
-        stored = disk.read_layout(digest)  # not what is known: what came back from a lossy copy has other checksums
+    def _from_disk(
+        self, disk: DiskCache, digest: str, reserve: Reserve, on_damage: Callable[[], None]
+    ) -> LoadedWeights | None:
+        """None without a good file: other writers may delete one for room at any moment, which is no damage."""
+        # Not what is known: what came back from a lossy copy has other checksums.
+        stored = disk.read_layout(digest, on_damage)
         if stored is None:
             return None
         views = self._views(reserve(stored.layout.sizes))
@@ -323,6 +343,8 @@ class WeightReader:
             return LoadedWeights(stored.layout, (), Tier.DISK.value, is_placed=False)
         with self._busy:
             outcome = disk.read_into(digest, views)
+        if outcome is DiskRead.DAMAGED:
+            on_damage()
         return LoadedWeights(stored.layout, stored.checksums, Tier.DISK.value) if outcome is DiskRead.DONE else None
 
     def _from_source(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:

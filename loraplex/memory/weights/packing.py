@@ -26,7 +26,7 @@ import torch
 
 from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel, Projections
 from loraplex.core import LoraTarget, ShardKind
-from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora_a, shard_lora_b, shard_weight
+from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora, shard_weight
 from loraplex.kernels.protocols import AdapterPacking
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.memory.weights.own_packing import OwnPacking
@@ -271,6 +271,7 @@ class Packer:
                     model.update(bias.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         compute_dtype = str(self._compute_dtype).removeprefix("torch.")
         sharing = " projections.1" if self._can_share else ""
+        sharing += " exchanged.1" if any(target.is_fully_sharded for target in self._targets) else ""
         return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}{sharing}"
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
@@ -334,10 +335,8 @@ class Packer:
         if len(pairs) > 1 and any(each and each.rank and each.input_gain_offset != ABSENT for _, each in pairs):
             raise ValueError(f"A and B beside a gain on the input of {target.name}")
         return [
-            None
-            if layout is None
-            else self._own.shapes(target, index, layout, _shape_of(layout, target.in_features, s.out_features))
-            for index, (s, layout) in enumerate(pairs)
+            None if layout is None else self._own.shapes(target, index, layout, _shape_of(layout, target, index))
+            for index, (_, layout) in enumerate(pairs)
         ]
 
     def _lay_out(
@@ -368,12 +367,13 @@ class Packer:
         if layer is None:
             return None
         lora_a = lora_b = dora_gain = gain = input_gain = weight = None
+        is_exchanged = False
         if layer.weight is not None:
             weight = shard_weight(target, index, layer.weight)
             _check_finite(layer.module_name, weight, self._compute_dtype)
         if layer.lora_a is not None and layer.lora_b is not None:
-            lora_a = shard_lora_a(target, index, layer.lora_a)
-            lora_b = shard_lora_b(target, index, layer.lora_b)
+            blocks = layer.a_blocks, layer.b_blocks
+            lora_a, lora_b, is_exchanged = shard_lora(target, index, layer.lora_a, layer.lora_b, *blocks)
             for part in (lora_a, lora_b) if target.kind is ShardKind.EMBEDDING else ():
                 _check_finite(layer.module_name, part, self._compute_dtype)
         if layer.magnitude is not None:
@@ -382,7 +382,7 @@ class Packer:
             assert lora_a is not None, f"{layer.module_name}: a magnitude without A and B"
             assert lora_b is not None
             norms = row_norms(layer.module_name, lora_a, lora_b, layer.scaling)
-            gain = dora_gain = _dora_gain(layer, shard_gain(target, index, layer.magnitude), norms)
+            gain = dora_gain = gain_of_dora(layer, shard_gain(target, index, layer.magnitude), norms)
         if layer.gain is not None:
             gain = shard_gain(target, index, layer.gain).float()
         if layer.input_gain is not None:
@@ -390,7 +390,7 @@ class Packer:
         bias = self._additive_bias(layer, target, index, dora_gain)
         scales = layer.rank_scale, None if layer.out_scale is None else shard_gain(target, index, layer.out_scale)
         slice_weights = SliceWeights(
-            lora_a, lora_b, bias, layer.scaling, gain, input_gain, weight, layer.row_ids, *scales
+            lora_a, lora_b, bias, layer.scaling, gain, input_gain, weight, layer.row_ids, *scales, is_exchanged
         )
         return slice_weights if slice_weights.tensors else None
 
@@ -421,9 +421,9 @@ class Packer:
         return total.to(functools.reduce(torch.promote_types, own, self._compute_dtype))
 
 
-def _unit_norms(_name: str, _lora_a: torch.Tensor, lora_b: torch.Tensor, _scaling: float) -> torch.Tensor:
-    """For a layout, which the norms do not change."""
-    return torch.ones(lora_b.size(0))
+def _unit_norms(_name: str, _lora_a: torch.Tensor, _lora_b: torch.Tensor, _scaling: float) -> torch.Tensor:
+    """For a layout, which the norms do not change. One for all rows."""
+    return torch.ones(1)
 
 
 def _check_finite(module_name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
@@ -433,7 +433,8 @@ def _check_finite(module_name: str, weight: torch.Tensor, dtype: torch.dtype) ->
         raise UnfitWeightsError(f"{module_name}: its weight does not fit in {dtype}")
 
 
-def _dora_gain(layer: LoRALayerWeights, magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+def gain_of_dora(layer: LoRALayerWeights, magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """magnitude / norms. UnfitWeightsError unless all of it is finite."""
     gain = magnitude.float() / norms
     (wrong,) = (~(gain.isfinite() & norms.isfinite())).nonzero(as_tuple=True)
     if len(wrong):
@@ -451,11 +452,20 @@ def _gain_widths(target: LoraTarget) -> list[int]:
 
 
 def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
-    return [_shape(1, target.in_features, s.out_features, dtype) for s in target.slices]
+    return [_shape(1, 1, target.in_features, s.out_features, dtype) for s in target.slices]
 
 
-def _shape_of(layout: SliceLayout, in_features: int, out_features: int) -> SliceWeights:
-    shape = _shape(0 if layout.is_shared else layout.rank, in_features, out_features, layout.dtype)
+def _shape_of(layout: SliceLayout, target: LoraTarget, slice_index: int) -> SliceWeights:
+    """ValueError for what is exchanged where nothing is."""
+    in_features, out_features = target.in_features, target.slices[slice_index].out_features
+    size, a_rows, b_rows = target.shard.size, layout.rank, out_features
+    if layout.is_exchanged:
+        if not target.is_fully_sharded or layout.is_shared or layout.rank % size:
+            raise ValueError(f"{target.name}: ranks exchange nothing of that")
+        is_row = target.kind is ShardKind.ROW
+        a_rows, b_rows = (a_rows, b_rows // size) if is_row else (a_rows // size, b_rows)
+    rank = 0 if layout.is_shared else layout.rank
+    shape = _shape(rank, a_rows, in_features, b_rows, layout.dtype)
 
     def part(offset: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
         return None if offset == ABSENT else torch.empty(width, dtype=dtype, device="meta")
@@ -468,12 +478,13 @@ def _shape_of(layout: SliceLayout, in_features: int, out_features: int) -> Slice
         input_gain=part(layout.input_gain_offset, in_features, torch.float32),
         rank_scale=part(layout.scales_offset, layout.rank, torch.float32),
         out_scale=part(layout.scales_offset, out_features, torch.float32),
+        is_exchanged=layout.is_exchanged,
     )
 
 
-def _shape(rank: int, in_features: int, out_features: int, dtype: torch.dtype) -> SliceWeights:
+def _shape(rank: int, a_rows: int, in_features: int, b_rows: int, dtype: torch.dtype) -> SliceWeights:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")  # only shapes and dtypes decide a layout
 
-    lora_a, lora_b = (empty(rank, in_features), empty(out_features, rank)) if rank else (None, None)
+    lora_a, lora_b = (empty(a_rows, in_features), empty(b_rows, rank)) if rank else (None, None)
     return SliceWeights(lora_a, lora_b, None, 1.0)

@@ -52,7 +52,7 @@ class Ends:
         embedding, head = names.get(ShardKind.EMBEDDING), names.get(ShardKind.HEAD)
         if embedding is None or head is None:
             return None
-        return cls(embedding.slices[0].module_name, head.slices[0].module_name, embedding.in_features)
+        return cls(embedding.slices[0].module_name, head.slices[0].module_name, embedding.full_in_features)
 
 
 def fitted(model: LoRAModel, ends: Ends | None, base: BaseRows) -> LoRAModel:

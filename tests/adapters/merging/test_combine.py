@@ -368,6 +368,7 @@ def test_what_cannot_be_merged_is_refused_by_name(saved: Path, tmp_path: Path) -
     saving = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
     save_kind(tmp_path / "saved", saving)
     make_adapter(tmp_path / "dora", use_dora=True)
+    make_adapter(tmp_path / "bdlora", use_bdlora={"target_modules_bd_b": ["q_proj", "v_proj"], "nblocks": 2})
     make_adapter(tmp_path / "biased", lora_bias=True, init_lora_weights=True)
     edit_config(make_adapter(tmp_path / "long").path, context_length=256)
     wish = wish_of("cat", ("first", 1.0), ("other", 1.0))
@@ -377,6 +378,7 @@ def test_what_cannot_be_merged_is_refused_by_name(saved: Path, tmp_path: Path) -
         "vera": "peft_type VERA",
         "saved": "modules_to_save: weights of an adapter's own",
         "dora": "use_dora",
+        "bdlora": "use_bdlora: a sum of block-diagonal LoRAs is none",
         "biased": "lora_B.bias",
         "activated": "alora_invocation_tok",
         "long": "context_length: an adapter",
@@ -419,10 +421,10 @@ def test_adapters_of_other_bases_are_refused(saved: Path, tmp_path: Path) -> Non
     assert "'first' and 'other'" in text
 
 
-@pytest.mark.parametrize("combination", ["cat", "ties_svd"])
-def test_a_result_beyond_float32_is_refused(saved: Path, combination: str) -> None:
+@pytest.mark.parametrize(("combination", "weight"), [("cat", 3e38), ("ties_svd", 3e38), ("svd", 3e38), ("svd", 1e308)])
+def test_a_result_beyond_float32_is_refused(saved: Path, combination: str, weight: float) -> None:
     density = {"density": 0.5} if combination == "ties_svd" else {}
-    wish = wish_of(combination, ("first", 3e38), ("second", 3e38), **density)
+    wish = wish_of(combination, ("first", weight), ("second", weight), **density)
     plan = plan_merge([origin(saved / "first"), origin(saved / "second")], wish, ROOM)
     with pytest.raises(AdapterValidationError, match="does not fit in float32"):
         run_merge(plan, ROOM)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,16 +14,25 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from loraplex.adapters.merging import written
-from loraplex.adapters.merging.export import export_directory
-from loraplex.adapters.merging.written import ABANDONED_S, PART_PREFIX, MadeAdapter, remove_abandoned, write_directory
+from loraplex.adapters import tensors, weights
+from loraplex.adapters.merging import export, written
+from loraplex.adapters.merging import outline as outlines
+from loraplex.adapters.merging.export import export_adapter, export_directory
+from loraplex.adapters.merging.outline import Origin, Outline
+from loraplex.adapters.merging.part_folder import ABANDONED_S, LOCK_NAME, PART_PREFIX, held, remove_abandoned
+from loraplex.adapters.merging.written import MadeAdapter, write_directory
+from loraplex.adapters.source import AdapterSource
 from loraplex.errors import (
     AdapterConflictError,
+    AdapterContentChangedError,
     AdapterMemoryError,
     AdapterPathNotFoundError,
+    AdapterTooLargeError,
     AdapterValidationError,
     LoraplexError,
+    RequestAbortedError,
 )
+from loraplex.frontend.making import AdapterMaker
 from tests.adapters.peft_oracle import (
     load,
     make_adapter,
@@ -125,6 +138,72 @@ def test_an_export_is_one_safetensors_file(tmp_path: Path, form: object) -> None
     assert load(tmp_path / "out", targets).adapter_digest == load(tmp_path / "sql", targets).adapter_digest
 
 
+# -------------------------------------------------------------------------------------------------------------- bounds
+
+
+def registered(path: Path, digest: str) -> Origin:
+    """As a server has it, which knows what was loaded."""
+    return Origin("sql", str(path), AdapterSource(), digest)
+
+
+@pytest.mark.parametrize(
+    "store", [lambda path: None, to_bin, lambda path: shard(path, 3)], ids=["safetensors", "bin", "shards"]
+)
+def test_files_that_changed_are_compared_with_nothing_but_the_digest(
+    tmp_path: Path, store: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = save_kind(tmp_path / "sql", AS_THEY_ARE["lora"])
+    store(tmp_path / "sql")
+    digest = load(tmp_path / "sql", targets).adapter_digest
+    _, found = export_adapter(registered(tmp_path / "sql", digest), ROOM)
+    assert found == digest
+    compared: list[Outline] = []
+    monkeypatch.setattr(export, "_exported", lambda outline, limits: compared.append(outline))
+    monkeypatch.setattr(outlines, "_modules", lambda *args: compared.append(args))
+    with pytest.raises(AdapterContentChangedError):
+        export_adapter(registered(tmp_path / "sql", "0" * 64), ROOM)
+    assert compared == []
+
+
+@pytest.mark.parametrize(("name", "form"), [("lora", "safetensors"), ("lora", "bin"), ("loha", ""), ("vera", "")])
+def test_an_export_takes_no_more_memory_than_it_may(
+    tmp_path: Path, name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A LoHa as a LoRA is many times its file; a .bin is in memory three times while it is read."""
+    save_kind(tmp_path / "sql", {**AS_THEY_ARE, **CONVERTED}[name])
+    if form == "bin":
+        to_bin(tmp_path / "sql")
+    read: list[object] = []
+    really_read, really_load = weights.read_tensors, tensors.read_bin
+    monkeypatch.setattr(weights, "read_tensors", lambda *args: read.append(args) or really_read(*args))
+    monkeypatch.setattr(tensors, "read_bin", lambda *args: read.append(args) or really_load(*args))
+    with pytest.raises(AdapterTooLargeError, match=r"the export would take (\d+) bytes .*max_merge_bytes") as caught:
+        export_directory(str(tmp_path / "sql"), tmp_path / "out", 2048)
+    assert read == []
+    needed = int(caught.value.message.split(" bytes")[0].rpartition(" ")[2])
+    with pytest.raises(AdapterTooLargeError):
+        export_directory(str(tmp_path / "sql"), tmp_path / "out", needed - 1)
+    made = export_directory(str(tmp_path / "sql"), tmp_path / "out", needed)
+    assert made.nbytes <= needed
+
+
+def test_a_cancelled_export_ends_before_its_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = load(tmp_path / "sql", save_kind(tmp_path / "sql", AS_THEY_ARE["lora"])).adapter_digest
+    origin, asked = registered(tmp_path / "sql", digest), 0
+
+    def count() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    export_adapter(origin, ROOM, count)
+    assert asked >= 4
+    for step in range(asked):
+        answers = iter([*[False] * step, True])
+        with pytest.raises(RequestAbortedError):
+            export_adapter(origin, ROOM, lambda answers=answers: next(answers))
+
+
 # --------------------------------------------------------------------------------------------------------- directories
 
 
@@ -158,6 +237,81 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(LoraplexError, match="No space left on device"):
         write_directory(small(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+MAKER = """
+import sys, time
+from pathlib import Path
+from loraplex.adapters.merging import written
+
+def hang(*args):
+    print("writes", flush=True)
+    time.sleep(999)
+
+written.save_file = hang
+written.write_directory(written.MadeAdapter({}, {}, "test"), Path(sys.argv[1]))
+"""
+
+
+def parts_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{PART_PREFIX}*"))
+
+
+def test_what_a_killed_maker_left_is_removed_before_the_next_export(tmp_path: Path) -> None:
+    maker = subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path / "slow")], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    with maker:
+        try:
+            assert maker.stdout.readline() == "writes\n"
+            (part,) = parts_in(tmp_path)
+            write_directory(small(), tmp_path / "first")
+            remove_abandoned(tmp_path)
+            assert parts_in(tmp_path) == [part], "its maker lives"
+        finally:
+            maker.kill()
+    write_directory(small(), tmp_path / "second")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+    for name in ("first", "second"):
+        assert len(list((tmp_path / name).iterdir())) == 2, "no lock is left in an adapter"
+
+
+def test_a_server_removes_at_its_start_what_has_no_maker(tmp_path: Path) -> None:
+    lost, kept = tmp_path / f"{PART_PREFIX}lost", tmp_path / f"{PART_PREFIX}kept"
+    for path in (lost, kept):
+        path.mkdir()
+    with held(lost):
+        pass
+    with held(kept):
+        AdapterMaker(None, None, tmp_path, ROOM).close()
+        assert parts_in(tmp_path) == [kept]
+
+
+def test_a_link_is_no_temporary_folder(tmp_path: Path) -> None:
+    made, other = tmp_path / "made", tmp_path / "other"
+    for path in (made, other):
+        path.mkdir()
+    with held(other):
+        pass
+    (made / f"{PART_PREFIX}link").symlink_to(other)
+    (made / f"{PART_PREFIX}folder").mkdir()
+    (made / f"{PART_PREFIX}folder" / LOCK_NAME).symlink_to(other / LOCK_NAME)
+    remove_abandoned(made)
+    assert len(parts_in(made)) == 2
+    assert [path.name for path in other.iterdir()] == [LOCK_NAME]
+
+
+def test_a_file_system_without_locks_keeps_them_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    lost = tmp_path / f"{PART_PREFIX}lost"
+    lost.mkdir()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with held(lost):
+        remove_abandoned(tmp_path)
+        assert list(lost.iterdir()) == []
+    write_directory(small(), tmp_path / "out")
+    assert len(list((tmp_path / "out").iterdir())) == 2
 
 
 def test_what_an_ended_process_left_is_removed_after_a_day(tmp_path: Path) -> None:

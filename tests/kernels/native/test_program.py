@@ -126,7 +126,8 @@ def test_python_runs_once_for_base_and_once_for_adapters_and_again_when_the_work
     run_all(runner)
     assert counted.calls == 4
     assert set(counted.seconds) == set(OPERATORS)
-    assert all(counted.seconds[operator] > 0 for operator in OPERATORS)
+    assert all(counted.seconds[operator] > 0 for operator in OPERATORS if operator != "sum_ranks")
+    assert counted.seconds["sum_ranks"] == 0, "of one rank"
     run_all(PagedRunner(decoder, block_size=16))  # another KV memory
     assert counted.calls == 6
 

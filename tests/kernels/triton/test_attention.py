@@ -20,6 +20,8 @@ from loraplex.kernels.triton.workspace import Workspace
 from tests.kernels.cases import FP16, FP32, assert_close, case_id, pairwise, same_bits
 from tests.kernels.test_attention import LAYER, draw, expected_attention, fill, make_plan, poisoned_kv
 
+pytestmark = pytest.mark.interpreter
+
 CPU = torch.device("cpu")
 REFERENCE = ReferenceBackend()
 

@@ -148,6 +148,7 @@ def generate(base: str, **settings: Any) -> tuple[list[tuple[int, ...]], str]:
         return [tuple(output.outputs[0].token_ids) for output in outputs], llm.engine.info.backend_description
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_greedy_tokens_equal_the_reference(zoo: ModelZoo, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """mistral has a sliding window."""

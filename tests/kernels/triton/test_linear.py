@@ -38,6 +38,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got.double() - want.double()).abs().max() <= TOLERANCE[want.dtype] * want.double().abs().max()
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from loraplex.kernels.triton import nucleus
 from loraplex.kernels.triton.backend import TritonBackend
 from tests.engine.test_sampler import normal_logits, row
 
+pytestmark = pytest.mark.interpreter
+
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> TritonBackend:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ from loraplex.events import EventKind, EventLog
 from loraplex.memory.care.damage import MAX_FAULTS_OF_A_CHUNK, holds_patterns
 from loraplex.memory.care.health import BACKOFF_S
 from loraplex.memory.weights.copies import Arrival
-from tests.memory.rig import Rig, make_model
+from loraplex.memory.weights.disk_cache import DiskCache
+from loraplex.memory.weights.packing import Packer
+from tests.kernels.cases import BACKENDS
+from tests.memory.rig import BASE, TARGETS, Rig, make_model
 
 
 @pytest.fixture(params=[False, True], ids=["shared", "separate"])
@@ -266,3 +272,53 @@ def test_the_younger_half_is_compressed_where_that_is_on() -> None:
     assert [rig.tier_of(i) for i in (1, 2, 3, 4)] == ["source", "source", "host", "host"]
     rig.manager.check_integrity()
     rig.manager.close()
+
+
+def drop_before(disk: DiskCache, verb: str) -> None:
+    """Another process deletes the file for room, after it was seen."""
+    reading = getattr(disk, verb)
+
+    def read(digest: str, *args: Any) -> Any:
+        disk.drop(digest)
+        return reading(digest, *args)
+
+    setattr(disk, verb, read)
+
+
+def flip_on_disk(disk: DiskCache, at: int) -> None:
+    (file,) = disk._own_folder.glob("*.lora")
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "is_damaged"),
+    [
+        (partial(drop_before, verb="read_layout"), False),
+        (partial(drop_before, verb="read_into"), False),
+        (partial(flip_on_disk, at=9), True),
+        (partial(flip_on_disk, at=-9), True),
+    ],
+    ids=["gone", "gone after its header", "damaged header", "damaged extent"],
+)
+def test_a_copy_on_disk_that_went_for_room_was_not_damaged(
+    tmp_path: Path, spoil: Callable[[DiskCache], None], is_damaged: bool
+) -> None:
+    """A full disk tier told of 20 damaged copies of sound adapters in 15 s."""
+    for is_restarted in (False, True):
+        rig = Rig(num_device=4, num_host=4)
+        packer = Packer(TARGETS, BACKENDS[0], torch.float32, BASE)
+        disk = rig.manager._tiers.disk = DiskCache(tmp_path, 1 << 20, packer.form("auto"), packer.check_layout)
+        rig.source.put("/p1", make_model("ab1"))
+        rig.manager.attach_adapters([rig.spec(1, "ab1")])
+        if is_restarted:
+            spoil(disk)
+        rig.check_output(rig.acquire(1), make_model("ab1"))
+        assert rig.source.opens["/p1"] == 1
+        log = rig.manager._residency.log
+        kinds = [each.kind for each in log.events.take() if each.kind in (EventKind.FAULT, EventKind.RECOVERY)]
+        is_found = is_damaged and is_restarted
+        assert kinds == [EventKind.FAULT, EventKind.RECOVERY] * is_found
+        assert log.counters.num_damaged == is_found
+        rig.manager.check_integrity()

@@ -1,0 +1,279 @@
+"""The twin beside the engine: six cells, each predicted and then measured, on the same arrivals.
+
+    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 12 minutes
+    python -m benchmarks.twin --calibration calibration.json --seconds 60
+A calibration is of one machine with its settings: give --threads and --requests-in-flight as they were. Rates are
+shares of the throughput that the twin predicts for requests that come all at once. A cell has an engine of its own,
+with all adapters registered; its arrivals, lengths and adapters are drawn once for both. Targets: throughput and the
+median time to the first token within 10 % of what is measured, their P99 within 25 %.
+
+Run it alone on a quiet machine: it stops at once where the load is above --max-load of the cores. What disturbs the
+calibration is in every prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.arguments import positive, seconds
+from benchmarks.fixture import Fixture
+from benchmarks.loaded_engine import (
+    add_arguments,
+    each,
+    fixture_for,
+    lora_requests,
+    register,
+    save,
+    start,
+    title_of,
+    verdict,
+)
+from benchmarks.many_adapters import Counters
+from benchmarks.open_loop import Arrival, Summary, run
+from benchmarks.report import wide_console
+from loraplex.bench import FIRST_TOKEN_ID
+from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import LoRARequest
+from loraplex.frontend.llm import LLM
+from loraplex.twin.calibrate import calibrate
+from loraplex.twin.calibration import Calibration
+from loraplex.twin.results import SimulationResult
+from loraplex.twin.settings import TwinSettings
+from loraplex.twin.simulation import Simulation
+from loraplex.twin.workload import Workload
+
+MAX_OFF, MAX_OFF_P99 = 0.10, 0.25
+MAX_MODEL_LEN = 1024
+CUT_OFF_AFTER = 6
+SATURATING_RATE = 1e4
+SATURATING_REQUESTS = 96
+WARM_UP_REQUESTS = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """adapters: in all, on a device with room for `room` of them. load: share of the predicted capacity."""
+
+    name: str
+    adapters: int
+    room: int
+    load: float
+    prompt_tokens: str = "16-128"
+    output_tokens: str = "16-64"
+    zipf: float = 0.9
+    cv: float = 1.0
+
+    def workload(self, rank: int, rate: float, num_requests: int, seed: int) -> Workload:
+        return Workload(
+            adapters=self.adapters,
+            zipf=self.zipf,
+            rate=rate,
+            cv=self.cv,
+            requests=num_requests,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            ranks=(rank,),
+            seed=seed,
+        )
+
+
+CELLS = (
+    Cell("base", adapters=0, room=16, load=0.7),
+    Cell("resident", adapters=16, room=16, load=0.7),
+    Cell("overload", adapters=16, room=16, load=1.2),
+    Cell("bursts", adapters=16, room=16, load=0.6, cv=4.0),
+    Cell("prompts", adapters=16, room=16, load=0.7, prompt_tokens="256-512", output_tokens="8-16"),
+    Cell("few slots", adapters=48, room=8, load=0.6),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell: what was predicted and measured, in the same units; `load`: of the machine when its run began."""
+
+    cell: Cell
+    rate: float
+    predicted: SimulationResult
+    measured: Summary
+    counted: Counters
+    load: float
+
+    @property
+    def pairs(self) -> dict[str, tuple[float, float, float]]:
+        """By figure: predicted, measured, the most that they may be apart."""
+        first = self.measured.time_to_first_token_s
+        assert first is not None, "no request had a token"
+        return {
+            "tokens/s": (self.predicted.tokens_per_s, self.measured.tokens_per_s, MAX_OFF),
+            "first token p50 ms": (1e3 * self.predicted.first_token_s.p50, 1e3 * first.p50, MAX_OFF),
+            "first token p99 ms": (1e3 * self.predicted.first_token_s.p99, 1e3 * first.p99, MAX_OFF_P99),
+        }
+
+    def off(self, figure: str) -> float:
+        predicted, measured, _ = self.pairs[figure]
+        return predicted / measured - 1
+
+    @property
+    def is_met(self) -> bool:
+        near = all(abs(self.off(figure)) <= most for figure, (_, _, most) in self.pairs.items())
+        return near and not self.measured.num_failed and not self.predicted.num_failed
+
+
+def settings_for(cell: Cell, args: argparse.Namespace, adapter_bytes: int) -> TwinSettings:
+    """As the engine of the cell has them: all adapters in memory, `room` of them on the device."""
+    return TwinSettings(
+        max_num_seqs=args.requests_in_flight,
+        enable_prefix_caching=False,
+        adapter_memory_bytes=cell.room * adapter_bytes,
+        host_memory_bytes=max(cell.adapters + 1, cell.room) * adapter_bytes,
+    )
+
+
+def capacity(calibration: Calibration, cell: Cell, settings: TwinSettings, rank: int) -> float:
+    """Requests/s that the twin predicts for a full engine."""
+    full = cell.workload(rank, SATURATING_RATE, SATURATING_REQUESTS, seed=5)
+    return Simulation(calibration, settings, full).run().requests_per_s
+
+
+def arrivals_of(workload: Workload, requests: Sequence[LoRARequest], vocab_size: int) -> list[Arrival]:
+    """The twin's arrivals, with random prompts."""
+    draw = np.random.default_rng(workload.seed)
+    return [
+        Arrival(
+            come.at_s,
+            None if come.adapter is None else requests[come.adapter],
+            draw.integers(FIRST_TOKEN_ID, vocab_size, come.num_prompt_tokens).tolist(),
+            come.num_output_tokens,
+        )
+        for come in workload.arrivals()
+    ]
+
+
+def measure(cell: Cell, workload: Workload, made: Fixture, args: argparse.Namespace, settings: TwinSettings) -> Row:
+    """Predict, then run an engine of its own."""
+    calibration = args.measured
+    predicted = Simulation(calibration, settings, workload).run()
+    budgets = {
+        "adapter_memory_bytes": settings.adapter_memory_bytes,
+        "host_memory_bytes": settings.host_memory_bytes,
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    load = os.getloadavg()[0]
+    with start(made, args, budgets) as llm:
+        requests = lora_requests(made)[: cell.adapters]
+        register(llm, requests)
+        _warm_up(llm)
+        before = Counters.of(llm.stats())
+        arrivals = arrivals_of(workload, requests, llm.engine.info.vocab_size)
+        records = run(llm, arrivals, CUT_OFF_AFTER * args.seconds)
+        counted = Counters.of(llm.stats()) - before
+        llm.check_integrity()
+    return Row(cell, workload.rate, predicted, Summary.of([records]), counted, load)
+
+
+def _warm_up(llm: LLM) -> None:
+    """Of the base model: adapters stay as they were registered."""
+    warm = Workload(adapters=0, requests=WARM_UP_REQUESTS, rate=SATURATING_RATE, seed=9)
+    run(llm, arrivals_of(warm, (), llm.engine.info.vocab_size), limit_s=120.0)
+
+
+HEADINGS = ("cell", "rate", "requests", "figure", "predicted", "measured", "off", "within", "", "hits p / m", "load")
+
+
+def table_of(rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("cell", "figure") else "right")
+    for row in rows:
+        hits = "-" if row.counted.hit_rate is None else f"{100 * row.counted.hit_rate:.0f} %"
+        about = row.cell.name, f"{row.rate:.2f}/s", str(row.measured.num_requests)
+        after = f"{100 * row.predicted.hit_rate:.0f} % / {hits}", f"{row.load:.1f}"
+        for number, (figure, (predicted, measured, most)) in enumerate(row.pairs.items()):
+            off = row.off(figure)
+            table.add_row(
+                *(about if number == 0 else ("", "", "")),
+                figure,
+                f"{predicted:.1f}",
+                f"{measured:.1f}",
+                f"{100 * off:+.1f} %",
+                f"{100 * most:.0f} %",
+                verdict(abs(off), most),
+                *(after if number == 0 else ("", "")),
+                end_section=number == 2,
+            )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > args.max_load * cores:
+        print(f"the machine is not quiet: its load is {load:.1f}, and --max-load is {args.max_load} of {cores} cores")
+        return 2
+    cells = [cell for cell in CELLS if args.cell in (None, cell.name)]
+    args.adapters = max(cell.adapters for cell in cells) or 1
+    made = fixture_for(args)
+    args.measured = calibration_of(made, args)
+    adapter_bytes = args.measured.nbytes_of(args.rank)
+    rows = []
+    for cell in each(cells, lambda one: one.name):
+        settings = settings_for(cell, args, adapter_bytes)
+        rate = cell.load * capacity(args.measured, cell, settings, args.rank)
+        workload = cell.workload(args.rank, rate, max(20, round(rate * args.seconds)), seed=args.seed)
+        rows.append(measure(cell, workload, made, args, settings))
+    title = title_of(made, args, f"{args.seconds:g} s of arrivals a cell, rank {args.rank}")
+    console = wide_console()
+    console.print(table_of(rows, title))
+    met = sum(row.is_met for row in rows)
+    console.print(f"all targets met in {met} of {len(rows)} cells")
+    save(
+        args.json, {"title": title, "calibration": asdict(args.measured), "cells": [cell_figures(row) for row in rows]}
+    )
+    return 0
+
+
+def cell_figures(row: Row) -> dict[str, object]:
+    pairs = {figure: {"predicted": p, "measured": m} for figure, (p, m, _) in row.pairs.items()}
+    return {"cell": row.cell.name, "rate": row.rate, "load": row.load, "is_met": row.is_met, **pairs}
+
+
+def calibration_of(made: Fixture, args: argparse.Namespace) -> Calibration:
+    """Read, or made with the settings of the cells' engines."""
+    if args.calibration is not None:
+        return Calibration.read(args.calibration)
+    config = EngineConfig(
+        model=str(made.base),
+        dtype=args.dtype,
+        num_threads=args.threads,
+        max_num_seqs=args.requests_in_flight,
+        max_model_len=MAX_MODEL_LEN,
+        lora=LoRAConfig(),
+    )
+    print(f"calibrating for {args.calibrate_seconds:g} s", file=sys.stderr)
+    return calibrate(config, [args.rank], args.calibrate_seconds)
+
+
+def parser() -> argparse.ArgumentParser:
+    new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(new, rank=8)
+    new.add_argument("--calibration", type=Path, metavar="FILE", help="of `loraplex calibrate` (default: made first)")
+    new.add_argument("--calibrate-seconds", type=seconds, default=180.0, help="(default: 180)")
+    new.add_argument("--seconds", type=seconds, default=60.0, help="of arrivals a cell (default: 60)")
+    new.add_argument("--cell", choices=[cell.name for cell in CELLS], help="this one alone")
+    new.add_argument("--seed", type=positive, default=11, help="of the arrivals (default: 11)")
+    new.add_argument(
+        "--max-load", type=seconds, default=0.25, help="of the machine at the start, a core (default: 0.25)"
+    )
+    return new
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,35 @@
+// Waiting without sleep.
+#pragma once
+#include <chrono>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace loraplex {
+
+inline double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+// Whether `is_true` became so within `seconds`.
+template <class F>
+bool spin(double seconds, F is_true) {
+  const double until = now() + seconds;
+  do {
+    for (int i = 0; i < 32; i++) {
+      if (is_true()) return true;
+      relax();
+    }
+  } while (now() < until);
+  return false;
+}
+
+}  // namespace loraplex

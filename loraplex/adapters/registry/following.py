@@ -1,0 +1,263 @@
+"""What other servers did, as a shared journal tells it: versions come into the store, then names mean them.
+
+A version whose files are at this server already is known to the store before its name means it. One whose files have to
+be fetched is waited for a little; then the name means it all the same, and its requests are refused until it is there.
+What a name no longer has drains as after a verb of this server.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from loraplex.adapters.registry.adapter_name import check_adapter_name
+from loraplex.adapters.registry.drain import Drain
+from loraplex.adapters.registry.records import NameChange, NameRecord, SharedJournal, VersionRecord
+from loraplex.adapters.registry.shared_table import SharedTable
+from loraplex.adapters.registry.version import AdapterVersion
+from loraplex.core import AdapterStore
+from loraplex.errors import AdapterNotFoundError, AdapterUnavailableError, LoraplexError
+from loraplex.events import Detail, EventKind
+
+_log = logging.getLogger(__name__)
+
+NUM_FETCHERS = 4
+RETRY_S = 5.0
+"""After a fetch that failed, or an engine that was starting again."""
+
+Locate = Callable[[VersionRecord, bool], str | None]
+"""Where the files of a version are at this server; None: they have to be fetched, and may not be now (False). Raises
+LoraplexError."""
+
+OnChange = Callable[[EventKind, str, str, Mapping[str, Detail]], None]
+"""Called in the verb's thread, under no lock, with the kind, the adapter's name, one sentence, and details."""
+
+
+def found_where_it_was(record: VersionRecord, may_fetch: bool) -> str:
+    """Servers of one machine, or with a shared file system."""
+    return record.path
+
+
+class Following:
+    """`apply` is called by one thread at a time, and never while a section of a verb runs at this server."""
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        names: SharedTable,
+        drain: Drain,
+        locate: Locate,
+        run_later: Callable[[Callable[[], None]], object],
+        on_change: OnChange,
+        base_names: Collection[str],
+    ) -> None:
+        self._store = store
+        self._names = names
+        self._drain = drain
+        self._locate = locate
+        self._run_later = run_later
+        self._on_change = on_change
+        self._base_names = base_names
+        self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetch")
+        self._coming: set[int] = set()  # not in the table yet
+        self._fetching: set[int] = set()
+        self._failed: list[tuple[AdapterVersion, VersionRecord]] = []
+
+    def begin(self, changes: Sequence[NameChange], shared: SharedJournal) -> None:
+        """Take over what the servers have, and follow them from now on."""
+        self.apply(changes, 0.0)
+        shared.follow(self.apply)
+
+    def apply(self, changes: Sequence[NameChange], patience_s: float) -> None:
+        """Make these names what another server made them. Waits `patience_s` at most for files to come."""
+        changes = [change for change in changes if self._may_have(change)]
+        fresh = self._bring(changes, patience_s)
+        self._lift_pins(changes)
+        table = self._names.table
+        with self._names.lock:
+            before = {change.name: table.current.get(change.name) for change in changes}
+            aliases = {change.name: table.aliases.get(change.name) for change in changes}
+            for name, record in sorted(((each.name, each.record) for each in changes), key=lambda each: bool(each[1])):
+                records = () if record is None else self._kept(record)
+                table.follow(name, record, [self._version(name, each, record, fresh) for each in records])
+            left = [each for number, each in fresh.items() if not each[0].is_ready and number not in self._fetching]
+            self._coming.difference_update(fresh)
+        due = [each.name for each in changes if before[each.name] is not None or _is_pinned(each)]
+        if due:
+            self._run_later(partial(self._settle, due, frozenset(fresh)))
+        self._fetch_later(left)
+        for change in changes:
+            self._tell(change, before[change.name], aliases[change.name])
+
+    def _may_have(self, change: NameChange) -> bool:
+        """A server whose base model has another name in the API may have given this one's to an adapter."""
+        try:
+            if change.record is not None:
+                check_adapter_name(change.name, self._base_names)
+        except LoraplexError as error:
+            _log.error("adapter %r of another server is not served here: %s", change.name, error)
+            return False
+        return True
+
+    def _kept(self, record: NameRecord) -> tuple[VersionRecord, ...]:
+        return record.versions[: self._names.table.max_versions_kept]
+
+    def _version(
+        self,
+        name: str,
+        record: VersionRecord,
+        owner: NameRecord | None,
+        fresh: dict[int, tuple[AdapterVersion, VersionRecord]],
+    ) -> AdapterVersion:
+        """The one that is here, or a new one that the store does not know yet. Under the lock."""
+        found = self._names.table.find(record.adapter_id)
+        assert owner is not None
+        if found is None and record.adapter_id not in fresh:
+            made = AdapterVersion.from_record(name, record, owner)
+            made.is_ready = False
+            fresh[record.adapter_id] = made, record
+        return found or fresh[record.adapter_id][0]
+
+    # ---------------------------------------------------------------------------------------------- into the store
+
+    def _bring(
+        self, changes: Sequence[NameChange], patience_s: float
+    ) -> dict[int, tuple[AdapterVersion, VersionRecord]]:
+        """New versions by id. Those that are ready by now say so."""
+        fresh: dict[int, tuple[AdapterVersion, VersionRecord]] = {}
+        with self._names.lock:
+            for change in changes:
+                for each in () if change.record is None else self._kept(change.record):
+                    self._version(change.name, each, change.record, fresh)
+        self._coming.update(fresh)
+        here, fetches = [], []
+        for version, record in fresh.values():
+            path = self._locate(record, False)
+            if path is None:
+                fetches.append(self._fetch(version, record))
+            else:
+                version.spec = replace(version.spec, path=path)
+                here.append(version)
+        self._attach(here)
+        wait(fetches, patience_s)
+        return fresh
+
+    def _attach(self, versions: Sequence[AdapterVersion]) -> None:
+        if not versions:
+            return
+        try:
+            self._store.attach_adapters([version.spec for version in versions])
+        except LoraplexError as error:
+            _log.info("%d adapters of other servers are not known to the engine yet: %s", len(versions), error)
+            return
+        for version in versions:
+            version.is_ready = True
+
+    def _fetch(self, version: AdapterVersion, record: VersionRecord) -> Future[None]:
+        self._fetching.add(version.adapter_id)
+        return self._fetchers.submit(self._come, version, record)
+
+    def _come(self, version: AdapterVersion, record: VersionRecord) -> None:
+        name, table = version.ref.adapter_name, self._names.table
+        try:
+            version.spec = replace(version.spec, path=str(self._locate(record, True)))
+            self._store.attach_adapters([version.spec])
+        except Exception as error:
+            _log.warning("adapter %r of another server cannot be served yet: %s", name, error)
+            self._fetch_later([(version, record)])
+            return
+        finally:
+            self._fetching.discard(version.adapter_id)
+        with self._names.lock:
+            version.is_ready = True
+            is_gone = version.adapter_id not in self._coming and not table.has(version)
+            is_pinned = version.is_pinned and table.current.get(name) is version
+        if is_gone:
+            self._drain.try_quietly(self._store.drop_adapter, version.adapter_id)
+        elif is_pinned:
+            with suppress(AdapterNotFoundError):
+                self._settle_pins(name)
+
+    def _fetch_later(self, left: Iterable[tuple[AdapterVersion, VersionRecord]]) -> None:
+        """One timer for all: a store that is away leaves a thousand of them."""
+        with self._names.lock:
+            was_idle = not self._failed
+            self._failed += left
+            is_due = was_idle and bool(self._failed)
+        if is_due:
+            timer = threading.Timer(RETRY_S, self._fetch_again)
+            timer.daemon = True
+            timer.start()
+
+    def _fetch_again(self) -> None:
+        with self._names.lock:
+            left, self._failed = self._failed, []
+            left = [each for each in left if self._names.table.has(each[0]) and not each[0].is_ready]
+        for version, record in left:
+            self._fetch(version, record)
+
+    # ------------------------------------------------------------------------------------------------- what follows
+
+    def _lift_pins(self, changes: Sequence[NameChange]) -> None:
+        """First in the store: a verb that finds no pin in the table may evict."""
+        with self._names.lock:
+            pinned = [
+                each for change in changes for each in self._names.table.versions_of(change.name) if each.is_pinned
+            ]
+        still = {change.record.versions[0].adapter_id for change in changes if change.record and _is_pinned(change)}
+        for version in pinned:
+            if version.adapter_id not in still and version.is_ready:
+                self._drain.try_quietly(self._store.unpin_adapter, version.adapter_id)
+
+    def _settle(self, names: Sequence[str], fresh: Collection[int]) -> None:
+        """Pins as they are registered, and drains of what is idle. fresh: versions that had no pin here."""
+        table = self._names.table
+        for name in names:
+            with suppress(AdapterNotFoundError, AdapterUnavailableError):
+                self._settle_pins(name, fresh)
+            with self._names.lock:
+                versions = {*table.versions_of(name), *table.draining.get(name, ())}
+                drains = [each.pending_drain for each in versions if each.pending_drain is not None]
+            self._drain.complete(drains)
+
+    def _settle_pins(self, name: str, fresh: Collection[int] = ()) -> None:
+        """What is registered may have changed since; verbs of this server wait."""
+        table = self._names.table
+        with self._names.own_verb_on(name) as current:
+            with self._names.lock:
+                kept = list(table.kept.get(name, ()))
+                is_pinned = current.is_pinned
+            for version in (*kept, *(() if is_pinned else (current,))):
+                if version.is_ready and version.adapter_id not in fresh:
+                    self._drain.try_quietly(self._store.unpin_adapter, version.adapter_id)
+            if is_pinned:
+                self._pin(current)
+
+    def _pin(self, version: AdapterVersion) -> None:
+        name = version.ref.adapter_name
+        try:
+            self._store.pin_adapter(version.adapter_id)
+        except LoraplexError as error:
+            _log.error("adapter %r, pinned at another server, cannot be pinned: %s", name, error)
+            return
+        with self._names.lock:
+            is_pinned = version.is_pinned
+        if not is_pinned:  # a switch came between
+            self._drain.try_quietly(self._store.unpin_adapter, version.adapter_id)
+
+    def _tell(self, change: NameChange, before: AdapterVersion | None, alias_before: str | None) -> None:
+        name, record = change.name, change.record
+        if record is None and before is not None:
+            self._on_change(EventKind.UNLOAD, name, f"adapter {name!r} was unloaded at another server", {})
+        elif record is not None and record.alias_of not in (None, alias_before):
+            text = f"adapter {name!r} was switched to {record.alias_of!r} at another server"
+            self._on_change(EventKind.SWITCH, name, text, {"new": str(record.alias_of)})
+
+
+def _is_pinned(change: NameChange) -> bool:
+    return change.record is not None and change.record.versions[0].is_pinned

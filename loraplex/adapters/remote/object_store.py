@@ -1,0 +1,284 @@
+"""Adapters of an object store, `s3://BUCKET/PREFIX`, by s3fs (imported when the first such source is given).
+
+The bucket is asked once for what lies directly below the prefix: names, sizes and ETags. Names that a load reads are
+taken from this list and no others, sizes are counted before a byte is read, and each object is read as the list has it
+(`If-Match`). So nothing in a bucket leads elsewhere: there are no links and no parts `..`, and a name with a slash is
+not below the prefix. What is read lies in CACHE/PREFIX'S DIGEST/LIST'S DIGEST/, which has its name when it is whole;
+the same list is not read again. Credentials and endpoint are those of the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE,
+AWS_ENDPOINT_URL, a role of the machine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapters.files import (
+    BIN_NAME,
+    CONFIG_NAME,
+    INDEX_NAME,
+    MAX_CONFIG_BYTES,
+    NEW_EMBEDDINGS,
+    SHARD_NAME,
+    TEXT_NAMES,
+    WEIGHT_NAMES,
+)
+from loraplex.errors import (
+    AdapterFetchError,
+    AdapterFetchTimeoutError,
+    AdapterFileFormatError,
+    AdapterLoadError,
+    AdapterPathNotFoundError,
+    AdapterPermissionError,
+    AdapterTooLargeError,
+    AdapterTruncatedError,
+    ConfigError,
+    shown,
+)
+from loraplex.private_folder import default_folder, private_folder
+
+OBJECT_PREFIX = "s3://"
+MAX_OBJECTS = 1000
+"""Directly below a prefix: one answer of the store."""
+
+MAX_TEXT_BYTES = 2**26
+MAX_KEY_CHARS = 900
+CHUNK_BYTES = 2**20
+SPARE_DISK_BYTES = 2**26
+LEFT_S = 3600.0
+"""What a fetch that was killed left behind is removed after that."""
+
+_BUCKET = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_KEY = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)(?:/[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)*")
+_TALKATIVE = ("botocore", "aiobotocore", "s3fs", "fsspec", "boto3", "urllib3")
+"""Their debug lines have headers with tokens."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectAdapter:
+    """A bucket and the key below which an adapter's files are ("": the bucket itself)."""
+
+    bucket: str
+    key: str
+
+    @classmethod
+    def parse(cls, given: str) -> ObjectAdapter | None:
+        """None for another kind of source. Raises AdapterPathNotFoundError. Touches no disk and no network."""
+        if not given.startswith(OBJECT_PREFIX):
+            return None
+        bucket, _, key = given.removeprefix(OBJECT_PREFIX).partition("/")
+        key = key.removesuffix("/")
+        if not _BUCKET.fullmatch(bucket) or len(key) > MAX_KEY_CHARS or (key and not _KEY.fullmatch(key)):
+            raise AdapterPathNotFoundError(
+                f"adapter {shown(given)}: this is no place in an object store; write s3://bucket/prefix, the prefix of "
+                "letters, digits and _.=+@- with single slashes between"
+            )
+        return cls(bucket, key)
+
+    def is_below(self, root: ObjectAdapter) -> bool:
+        return self.bucket == root.bucket and (not root.key or f"{self.key}/".startswith(f"{root.key}/"))
+
+    def __str__(self) -> str:
+        return f"adapter {shown(f'{OBJECT_PREFIX}{self.bucket}/{self.key}', 80)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """What the store says of one: its name below the prefix, bytes, and the tag of its content."""
+
+    name: str
+    size: int
+    etag: str
+
+
+def fetch_objects(adapter: ObjectAdapter, folder: Path | None, max_bytes: int, timeout_s: float) -> Path:
+    """The adapter's files as they are in the store now. folder: of what was fetched; None: in the user's cache.
+
+    max_bytes: of all files together. Raises AdapterLoadError's kin, AdapterTooLargeError.
+    """
+
+    async def within() -> Path:
+        async with asyncio.timeout(timeout_s):
+            return await _fetch(adapter, folder or _default_folder(), max_bytes)
+
+    try:
+        return _run(within)
+    except (AdapterLoadError, AdapterTooLargeError):
+        raise
+    except Exception as error:
+        raise _as_adapter_error(error, adapter, timeout_s) from None
+
+
+def object_folder_of(directory: Path) -> str | None:
+    """Which list of a store a directory has the files of; None: it was not fetched from one."""
+    is_one = len(directory.name) == len(directory.parent.name) == 64 and directory.parent.parent.name == "objects"
+    return directory.name if is_one else None
+
+
+def _run(work: Callable[[], Awaitable[Path]]) -> Path:
+    from fsspec.asyn import get_loop, sync
+
+    result: Path = sync(get_loop(), work)
+    return result
+
+
+@cache
+def _store() -> Any:
+    """s3fs's file system of this process; it renews credentials by itself."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    import s3fs
+
+    config = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 2}}
+    return s3fs.S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
+
+
+@cache
+def _default_folder() -> Path:
+    kept = default_folder()
+    if kept is not None:
+        return kept / "objects"
+    folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder / "objects"
+
+
+async def _fetch(adapter: ObjectAdapter, folder: Path, max_bytes: int) -> Path:
+    objects = await _listed(adapter)
+    wanted = _wanted(adapter, objects)
+    _check_sizes(adapter, wanted, max_bytes)
+    place = hashlib.sha256(f"{adapter.bucket}/{adapter.key}".encode()).hexdigest()
+    content = hashlib.sha256(repr([(each.name, each.size, each.etag) for each in wanted]).encode()).hexdigest()
+    target = folder / place / content
+    if _is_whole(target, wanted):
+        return target.resolve()
+    try:
+        private_folder(target.parent, "the folder of fetched adapters", "set LORAPLEX_CACHE to another")
+    except ConfigError as error:
+        _log.error("%s", error)
+        raise AdapterFetchError(f"{adapter}: this server has no folder for it (see the log)") from None
+    _make_room(adapter, target.parent, sum(each.size for each in wanted))
+    part = Path(tempfile.mkdtemp(prefix=".part-", dir=target.parent))
+    try:
+        for each in wanted:
+            await _download(adapter, each, part / each.name)
+        shutil.rmtree(target, ignore_errors=True)  # one that a crash of the machine left without its content
+        os.rename(part, target)
+    except OSError:
+        if not _is_whole(target, wanted):  # else another load was quicker
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return target.resolve()
+
+
+async def _listed(adapter: ObjectAdapter) -> dict[str, _Object]:
+    below = f"{adapter.key}/" if adapter.key else ""
+    answer: Mapping[str, Any] = await _store()._call_s3(
+        "list_objects_v2", Bucket=adapter.bucket, Prefix=below, Delimiter="/", MaxKeys=MAX_OBJECTS
+    )
+    if answer.get("IsTruncated"):
+        raise AdapterFileFormatError(f"{adapter} has more than {MAX_OBJECTS} objects beside it; give it a prefix alone")
+    found = {}
+    for each in answer.get("Contents", ()):
+        name = str(each["Key"]).removeprefix(below)
+        found[name] = _Object(name, int(each["Size"]), str(each["ETag"]))
+    return found
+
+
+def _wanted(adapter: ObjectAdapter, objects: Mapping[str, _Object]) -> list[_Object]:
+    """What a load reads of a directory, and nothing else."""
+    if not objects:
+        raise AdapterPathNotFoundError(f"{adapter}: the store has nothing there")
+    names = {CONFIG_NAME, *NEW_EMBEDDINGS, *TEXT_NAMES}
+    weights = next((name for name in WEIGHT_NAMES if name in objects), BIN_NAME)
+    names.add(weights)
+    if weights == INDEX_NAME:
+        names.update(name for name in objects if SHARD_NAME.fullmatch(name))
+    return [objects[name] for name in sorted(names & objects.keys())]
+
+
+def _check_sizes(adapter: ObjectAdapter, wanted: list[_Object], max_bytes: int) -> None:
+    for each in wanted:
+        limit = MAX_CONFIG_BYTES if each.name == CONFIG_NAME else MAX_TEXT_BYTES if each.name in TEXT_NAMES else None
+        if limit is not None and each.size > limit:
+            raise AdapterFileFormatError(f"{adapter}: {each.name} has {each.size} bytes, at most {limit} are read")
+    num_bytes = sum(each.size for each in wanted)
+    if num_bytes > max_bytes:
+        raise AdapterTooLargeError(
+            f"{adapter} has {num_bytes} bytes, and at most {max_bytes} are fetched: four times what the memory for "
+            "adapters holds"
+        )
+
+
+def _is_whole(target: Path, wanted: list[_Object]) -> bool:
+    try:
+        return all((target / each.name).stat().st_size == each.size for each in wanted)
+    except OSError:
+        return False
+
+
+def _make_room(adapter: ObjectAdapter, folder: Path, num_bytes: int) -> None:
+    for left in folder.glob(".part-*"):
+        if time.time() - left.stat().st_mtime > LEFT_S:
+            shutil.rmtree(left, ignore_errors=True)
+    free = shutil.disk_usage(folder).free
+    if num_bytes + SPARE_DISK_BYTES > free:
+        raise AdapterFetchError(f"{adapter} has {num_bytes} bytes, and the disk of this server has {free} bytes left")
+
+
+async def _download(adapter: ObjectAdapter, wanted: _Object, file: Path) -> None:
+    key = f"{adapter.key}/{wanted.name}" if adapter.key else wanted.name
+    answer = await _store()._call_s3("get_object", Bucket=adapter.bucket, Key=key, IfMatch=wanted.etag)
+    num_read = 0
+    with file.open("xb") as out:
+        async with answer["Body"] as body:
+            while chunk := await body.read(CHUNK_BYTES):
+                num_read += len(chunk)
+                if num_read > wanted.size:
+                    break
+                out.write(chunk)
+    if num_read != wanted.size:
+        raise AdapterTruncatedError(
+            f"{adapter}: the store gave {num_read} bytes of {wanted.name}, and said {wanted.size}; try again"
+        )
+
+
+def _as_adapter_error(error: Exception, adapter: ObjectAdapter, timeout_s: float) -> AdapterLoadError:
+    if isinstance(error, ImportError):
+        return AdapterFetchError(f"{adapter} cannot be fetched: s3fs is not installed; install loraplex[s3]")
+    causes = list(_causes(error))
+    codes = {str(each.response.get("Error", {}).get("Code")) for each in causes if hasattr(each, "response")}
+    kinds = {type(each).__name__ for each in causes}
+    if kinds & {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}:
+        return AdapterPermissionError(f"{adapter}: this server has no credentials for the store")
+    if "PreconditionFailed" in codes or "412" in codes:
+        return AdapterFetchError(f"{adapter}: an object changed while it was being read; try again")
+    if "PermissionError" in kinds or codes & {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"}:
+        return AdapterPermissionError(f"{adapter}: the store refuses access")
+    if "FileNotFoundError" in kinds or codes & {"NoSuchBucket", "NoSuchKey", "404"}:
+        return AdapterPathNotFoundError(f"{adapter}: the store has no such bucket or object")
+    if any("Timeout" in kind for kind in kinds):
+        return AdapterFetchTimeoutError(f"{adapter}: the store did not deliver it within {timeout_s:g} s; try again")
+    _log.warning("%s could not be fetched: %s", adapter, "; ".join(sorted(kinds)))
+    return AdapterFetchError(f"{adapter}: the store cannot be reached or failed ({type(error).__name__}; see the log)")
+
+
+def _causes(error: BaseException | None) -> Iterator[Any]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

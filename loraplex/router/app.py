@@ -1,0 +1,133 @@
+"""The router's HTTP application: inference to one replica, verbs to all, lists of all, its own health and metrics."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from loraplex import __version__
+from loraplex.errors import LoraplexError
+from loraplex.router.fleet import Fleet
+from loraplex.router.keys import Keys
+from loraplex.router.lists import Lists
+from loraplex.router.metrics import RouterMetrics
+from loraplex.router.needs import needs_of, tenant_of
+from loraplex.router.relay import GENERATION_PATHS, Relayed
+from loraplex.router.settings import RouteSettings
+from loraplex.router.verbs import AdapterVerbs
+from loraplex.routing import Needs
+from loraplex.server.api_error import ApiError, clipped, error_response
+from loraplex.server.body import SHORT_BODY_BYTES, read_body
+from loraplex.server.browser_guard import AllowedHosts, BrowserGuard
+from loraplex.server.config import ServerConfig
+from loraplex.server.connections import Connections
+from loraplex.server.metrics_page import CONTENT_TYPE
+from loraplex.server.off_loop import OffLoop, address_of
+from loraplex.server.request_id import RequestIdMiddleware
+from loraplex.server.urls import TrailingSlash
+
+INFERENCE_PATHS = (*GENERATION_PATHS, "/tokenize", "/detokenize")
+
+
+class RouterHealth(msgspec.Struct, frozen=True):
+    status: str
+    replicas: int
+    available: int
+
+
+class Inference:
+    """Requests that one replica answers."""
+
+    def __init__(
+        self, fleet: Fleet, metrics: RouterMetrics, settings: RouteSettings, off_loop: OffLoop, keys: Keys
+    ) -> None:
+        self._fleet = fleet
+        self._keys = keys
+        self._metrics = metrics
+        self._settings = settings
+        self._off_loop = off_loop
+
+    async def generate(self, request: Request) -> Response:
+        refusal = await self._keys.refusal(request)
+        if refusal is not None:
+            return refusal
+        body = await read_body(request, self._settings.max_body_bytes)
+        read = partial(needs_of, body, request.headers.get("authorization", ""), self._fleet.base_names)
+        needs = (
+            read() if len(body) <= SHORT_BODY_BYTES else await self._off_loop.run(address_of(request), read, len(body))
+        )
+        return Relayed(self._fleet, self._metrics, request, body, needs, self._settings.max_attempts)
+
+    async def show_model(self, request: Request) -> Response:
+        needs = Needs(request.path_params["model"], tenant=tenant_of(request.headers.get("authorization", "")))
+        return Relayed(self._fleet, self._metrics, request, b"", needs, self._settings.max_attempts)
+
+
+class Own:
+    """What the router says of itself."""
+
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+
+    async def health(self, request: Request) -> Response:
+        """200 while a replica takes requests."""
+        num_open, num_all = self._fleet.num_open, len(self._fleet.replicas)
+        if not num_open:
+            text = f"none of {num_all} replicas takes requests"
+            raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
+        return Response(msgspec.json.encode(RouterHealth("ok", num_all, num_open)), media_type="application/json")
+
+    async def version(self, request: Request) -> Response:
+        return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+
+def create_router_app(
+    fleet: Fleet, settings: RouteSettings, config: ServerConfig, connections: Connections
+) -> Starlette:
+    """The application. It neither starts nor ends the fleet."""
+    metrics, off_loop = RouterMetrics(fleet.replicas, connections), OffLoop()
+    keys = Keys(fleet, settings.connect_timeout_s)
+    inference, own = Inference(fleet, metrics, settings, off_loop, keys), Own(fleet, metrics)
+    lists, verbs = Lists(fleet, off_loop), AdapterVerbs(fleet, keys)
+    routes = [
+        *(Route(path, inference.generate, methods=["POST"]) for path in INFERENCE_PATHS),
+        Route("/v1/models", lists.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", inference.show_model, methods=["GET"]),
+        Route("/v1/adapters", lists.adapters, methods=["GET"]),
+        Route("/v1/adapters/{model:path}", inference.show_model, methods=["GET"]),
+        *verbs.routes(),
+        *(Route(path, own.health, methods=["GET", "POST"]) for path in ("/health", "/ping")),
+        Route("/version", own.version, methods=["GET"]),
+        Route("/metrics", own.metrics, methods=["GET"]),
+    ]
+    guard = Middleware(BrowserGuard, hosts=AllowedHosts.of(config), allowed_origins=())
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(RequestIdMiddleware), guard, Middleware(TrailingSlash)],
+        exception_handlers={LoraplexError: _answer, HTTPException: _answer_http},
+    )
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {clipped(request.url.path)}"
+    if error.status_code == 405:
+        refusal = ApiError(f"{what}: this path has other methods", status=405, code="method_not_allowed")
+        return error_response(refusal, dict(error.headers or {}))
+    text = f"{what} is no route of the router: ask a replica, whose address `loraplex route` was started with"
+    return error_response(ApiError(text, status=404, kind="not_found_error", code="unknown_url"))

@@ -1,0 +1,116 @@
+"""What a request needs, read from its body without making its values: the adapter's name and the length of its prompt.
+
+The decoder makes none of the fields: it finds where each begins and ends. A name is made of a field that is short
+enough for one. The replica checks the body. What is not there, or has another form, is left for its answer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Sequence, Set
+from typing import TypeVar
+
+import msgspec
+
+from loraplex.routing import Needs, prefix_digests
+from loraplex.server.api_error import ApiError
+from loraplex.server.body import check_num_values
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 512
+"""Of a prompt's JSON: what one digest stands for."""
+
+MAX_BLOCKS = 64
+BYTES_A_TOKEN = 4
+MAX_NAME_CHARS = 256
+MAX_VALUES = 2**22
+"""Of a body, ids of its prompt included. The decoder holds the interpreter while it enters 16 MiB of brackets."""
+
+MAX_NAME_BYTES = 12 * MAX_NAME_CHARS + 2
+"""Of a name's JSON: each character may be two escapes."""
+
+_SECRET = secrets.token_bytes(32)
+_NOTHING = msgspec.Raw(b"")
+
+
+class _Request(msgspec.Struct, gc=False):
+    model: msgspec.Raw = _NOTHING
+    lora_path: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+
+
+class _Verb(msgspec.Struct, gc=False):
+    name: msgspec.Raw = _NOTHING
+    lora_name: msgspec.Raw = _NOTHING
+    old: msgspec.Raw = _NOTHING
+    old_name: msgspec.Raw = _NOTHING
+    new: msgspec.Raw = _NOTHING
+    new_name: msgspec.Raw = _NOTHING
+
+
+_REQUESTS = msgspec.json.Decoder(_Request)
+_VERBS = msgspec.json.Decoder(_Verb)
+_NAMES = msgspec.json.Decoder(str)
+
+
+def needs_of(body: bytes, authorization: str, base_names: Set[str] = frozenset()) -> Needs:
+    """Raises ApiError for what is no JSON object, or has too many values. base_names: of the base model."""
+    check_num_values(body, MAX_VALUES)
+    fields = _decode(_REQUESTS, body)
+    adapter = _name(fields.lora_path) or adapter_of(_name(fields.model), base_names)
+    prompt = bytes(fields.messages) or bytes(fields.prompt)
+    tenant = tenant_of(authorization)
+    return Needs(
+        adapter=adapter,
+        num_prompt_tokens=_num_tokens(prompt),
+        prefix_digests=prefix_digests(prompt, f"{tenant} {adapter}", BLOCK_BYTES, MAX_BLOCKS),
+        tenant=tenant,
+    )
+
+
+def adapter_of(model: str | None, base_names: Set[str]) -> str | None:
+    """The adapter that `sql` or `base:sql` names; None for the base model. A mix counts as an adapter of its own."""
+    if model is None or model in base_names:
+        return None
+    base, colon, adapter = model.partition(":")
+    return adapter if colon and base in base_names else model
+
+
+def tenant_of(authorization: str) -> str | None:
+    """A name for what a client sends as its key, from which the key does not follow; another one in each process."""
+    if not authorization:
+        return None
+    return hmac.new(_SECRET, authorization.encode("latin-1", "replace"), "sha256").hexdigest()[:16]
+
+
+def adapters_named(body: bytes, fields: Sequence[str]) -> list[str]:
+    """What fields of a verb's body name. Raises ApiError for what is no JSON object."""
+    found = _decode(_VERBS, body)
+    names = (_name(getattr(found, field)) for field in fields)
+    return [name for name in names if name is not None]
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(body)
+    except RecursionError:
+        raise ApiError("the body is not usable: its JSON is nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ApiError(f"the body is not a valid JSON object: {error}") from None
+
+
+def _name(value: msgspec.Raw) -> str | None:
+    text = memoryview(value)
+    if not 2 < len(text) <= MAX_NAME_BYTES or text[0] != ord('"'):
+        return None
+    name = _decode(_NAMES, text)
+    return name if len(name) <= MAX_NAME_CHARS else None
+
+
+def _num_tokens(prompt: bytes) -> int:
+    """About: token ids by their commas, text by its bytes."""
+    is_ids = prompt[:1] == b"[" and prompt[1:32].lstrip()[:1].isdigit()
+    return prompt.count(b",") + 1 if is_ids else len(prompt) // BYTES_A_TOKEN

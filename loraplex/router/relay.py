@@ -1,0 +1,238 @@
+"""A request on its way: to the replica that placement chose, to another one if it was not taken, and the answer back.
+
+A request is sent again only where the replica cannot have begun it: no connection came about, or the answer is a
+refusal of RETRIED. One whose replica is lost in the middle is answered with 502 and not sent again: it may be what
+ended the replica. A stream passes through piece by piece; the next piece is read when the client has taken the last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from loraplex.errors import LoraplexError
+from loraplex.router.connection import UNREADABLE, Answer, Headers, LostError, NotSentError
+from loraplex.router.fleet import Fleet
+from loraplex.router.metrics import RouterMetrics
+from loraplex.router.replica import Replica
+from loraplex.routing import Needs
+from loraplex.server.api_error import ApiError, error_reply, error_response
+from loraplex.server.request_id import HEADER
+from loraplex.server.streaming import EVENT_STREAM, sse, until_disconnect
+
+_log = logging.getLogger("loraplex.router")
+
+SENT_HEADERS = frozenset(
+    {b"accept", b"authorization", b"content-type", b"last-event-id", b"traceparent", b"tracestate", b"user-agent"}
+)
+"""Of a client's headers; all others end here: hop-by-hop ones, cookies, what pages and proxies add."""
+
+DROPPED_HEADERS = frozenset(
+    {
+        b"alt-svc",
+        b"clear-site-data",
+        b"connection",
+        b"content-security-policy",
+        b"date",
+        b"keep-alive",
+        b"location",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"refresh",
+        b"server",
+        b"set-cookie",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""Of a replica's headers, and what its Connection header names: what a browser obeys is the router's to say."""
+
+CORS = b"access-control-"
+
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""After an answer there the replica has the adapter's weights on its device."""
+
+RETRIED = {
+    404: {"model_not_found", "adapter_not_found"},
+    429: {"engine_overloaded"},
+    503: {"engine_shutdown", "too_many_bodies", "too_many_connections"},
+}
+"""Refusals of a request that has not begun. engine_dead is none: the request may be what ended the engine."""
+
+MAX_REFUSAL_BYTES = 2**16
+
+REPLICAS_HEADER = "X-Loraplex-Replicas"
+"""Of a verb: the names of the replicas that it is for. Of an answer: of those that it is from."""
+
+
+class Relayed(Response):
+    """The answer of a replica to a request, which `body` is the whole body of."""
+
+    def __init__(
+        self, fleet: Fleet, metrics: RouterMetrics, request: Request, body: bytes, needs: Needs, max_attempts: int
+    ) -> None:
+        super().__init__()
+        self._fleet = fleet
+        self._metrics = metrics
+        self._request = request
+        self._body = body
+        self._needs = needs
+        self._max_attempts = max_attempts
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(self._request, self._relay(send))
+        except LoraplexError as error:
+            if self._has_started:
+                raise ClientDisconnect from error  # the connection is cut: the answer is not whole
+            await error_response(error)(scope, receive, send)
+
+    async def _relay(self, send: Send) -> None:
+        headers, target = sent_headers(self._request), target_of(self._request)
+        tried: list[Replica] = []
+        last: LoraplexError | tuple[Answer, bytes] | None = None
+        while len(tried) < self._max_attempts:
+            replica = self._fleet.choose(self._needs, tried)
+            if replica is None:
+                break
+            if tried:
+                self._metrics.count_retry(tried[-1].name)
+            tried.append(replica)
+            with replica.holding(self._needs):
+                try:
+                    answer = await replica.send(self._request.method, target, headers, self._body)
+                except NotSentError as error:
+                    if not error.is_own:
+                        replica.fail()
+                    last = error
+                    continue
+                except LostError as error:
+                    self._metrics.count_request(replica.name, 502)
+                    raise _lost(replica, error) from error
+                try:
+                    self._metrics.count_request(replica.name, answer.status)
+                    refusal = await _refusal(answer, replica)
+                    if refusal is not None:
+                        last = answer, refusal
+                        continue
+                    if answer.status < 300 and self._request.scope["path"] in GENERATION_PATHS:
+                        replica.known.learn_served(self._needs)
+                    await self._pass_on(answer, replica, send)
+                finally:
+                    answer.close()
+            return
+        if isinstance(last, tuple):
+            await self._send_whole(*last, send)
+            return
+        reason = str(last) if last is not None else "no replica is healthy"
+        text = f"{reason}; try again later"
+        raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
+
+    async def _start(self, answer: Answer, send: Send) -> None:
+        self._has_started = True
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer_headers(answer)})
+
+    async def _send_whole(self, answer: Answer, body: bytes, send: Send) -> None:
+        await self._start(answer, send)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _pass_on(self, answer: Answer, replica: Replica, send: Send) -> None:
+        await self._start(answer, send)
+        is_stream = answer.header(b"content-type").startswith(EVENT_STREAM.encode())
+        tail = b"\n\n"
+        try:
+            async for piece in answer.pieces():
+                tail = (tail + piece[-2:])[-2:]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except LostError as error:
+            self._metrics.count_lost(replica.name)
+            lost = _lost(replica, error)
+            _log.warning("request %s: %s", self._request.state.request_id, lost.message)
+            if not is_stream or tail != b"\n\n":
+                raise lost from error
+            await send({"type": "http.response.body", "body": sse(error_reply(lost)), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _refusal(answer: Answer, replica: Replica) -> bytes | None:
+    """The body of an answer after which the request may go elsewhere; None for any other, which is not read."""
+    codes = RETRIED.get(answer.status)
+    length = answer.header(b"content-length")
+    if codes is None or not length.isdigit() or int(length[:20]) > MAX_REFUSAL_BYTES:
+        return None
+    try:
+        body = await answer.peek(MAX_REFUSAL_BYTES)
+    except LostError as error:
+        raise _lost(replica, error) from error
+    return body if _code_of(body) in codes else None
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _Error
+
+
+def _code_of(body: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(body, type=_ErrorReply).error.code
+    except UNREADABLE:
+        return None
+
+
+def _lost(replica: Replica, error: LostError) -> ApiError:
+    reason = error.message
+    text = f"the replica of this request, {replica.name}, is no longer responding ({reason}); send the request again"
+    return ApiError(text, status=502, kind="server_error", code="replica_lost")
+
+
+def target_of(request: Request) -> bytes:
+    """The path and query as the client wrote them, which the parser of the connection has checked."""
+    path: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
+    query: bytes = request.scope["query_string"]
+    return path + (b"?" + query if query else b"")
+
+
+def sent_headers(request: Request) -> Headers:
+    """What a replica gets of a client's head, with its address and the request's id."""
+    headers = [(name, value) for name, value in request.scope["headers"] if name in SENT_HEADERS]
+    headers.append((HEADER.lower().encode(), request.state.request_id.encode()))
+    if request.client is not None:
+        headers.append((b"x-forwarded-for", request.client.host.encode()))
+    return headers
+
+
+def own_headers(request: Request) -> Headers:
+    """Of what the router asks by itself in a client's name."""
+    own = (b"authorization", b"x-request-id", b"x-forwarded-for")
+    return [each for each in sent_headers(request) if each[0] in own]
+
+
+def response_of(status: int, headers: Headers, body: bytes) -> Response:
+    """What a replica answered, as a whole; headers are those of `answer_headers`."""
+    names = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    names.pop("content-length", None)
+    return Response(body, status, names)
+
+
+def answer_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+    """What a client gets of a replica's head."""
+    dropped = DROPPED_HEADERS | _names_in(value for name, value in answer.headers if name == b"connection")
+    if answer.status in (204, 304):  # they have no body, whatever they say of one
+        dropped |= {b"content-length"}
+    return [each for each in answer.headers if each[0] not in dropped and not each[0].startswith(CORS)]
+
+
+def _names_in(values: Iterable[bytes]) -> set[bytes]:
+    return {name.strip().lower() for value in values for name in value.split(b",")}

@@ -1,0 +1,68 @@
+"""The six cells are what they say, the same arrivals go to both, and a busy machine is not measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import twin
+from benchmarks.many_adapters import Counters
+from benchmarks.open_loop import Spread as MeasuredSpread
+from benchmarks.open_loop import Summary
+from loraplex.core import LoRARequest
+from loraplex.twin.results import Spread
+from loraplex.twin.simulation import Simulation
+from loraplex.twin.workload import Workload, lengths
+from tests.twin.parts import calibration, settings
+
+REQUESTS = [LoRARequest(f"a{number}", number, "/x") for number in range(1, 49)]
+
+
+def test_there_are_six_cells_that_fit() -> None:
+    assert len({cell.name for cell in twin.CELLS}) == 6
+    for cell in twin.CELLS:
+        workload = cell.workload(8, 5.0, 30, seed=1)
+        longest = lengths("p", workload.prompt_tokens)[1] + lengths("o", workload.output_tokens)[1]
+        assert longest <= twin.MAX_MODEL_LEN
+        args = twin.parser().parse_args([])
+        assert twin.settings_for(cell, args, 1_000_000).adapter_memory_bytes == cell.room * 1_000_000
+
+
+def test_both_get_the_same_arrivals() -> None:
+    workload = Workload(adapters=48, requests=50, prompt_tokens="3-9", base_share=0.2)
+    for drawn, given in zip(workload.arrivals(), twin.arrivals_of(workload, REQUESTS, 100), strict=True):
+        assert (given.due_s, given.output_len) == (drawn.at_s, drawn.num_output_tokens)
+        assert len(given.prompt) == drawn.num_prompt_tokens
+        assert given.lora_request == (None if drawn.adapter is None else REQUESTS[drawn.adapter])
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "p50", "p99", "failed", "is_met"),
+    [
+        (100.0, 0.2, 0.5, 0, True),
+        (109.0, 0.219, 0.62, 0, True),
+        (112.0, 0.2, 0.5, 0, False),
+        (100.0, 0.17, 0.5, 0, False),
+        (100.0, 0.2, 0.38, 0, True),
+        (100.0, 0.2, 0.3, 0, False),
+        (100.0, 0.2, 0.5, 1, False),
+    ],
+)
+def test_targets(tokens_per_s: float, p50: float, p99: float, failed: int, is_met: bool) -> None:
+    """Measured: 100 tokens/s, 200 ms, 500 ms."""
+    made = Simulation(calibration(), settings(), Workload(adapters=1, requests=2)).run()
+    predicted = replace(made, tokens_per_s=tokens_per_s, first_token_s=Spread(p50=p50, p99=p99))
+    first = MeasuredSpread(0.2, 0.2, 0.3, 0.5, 0.6)
+    measured = Summary(20, failed, 10.0, 100.0, first, first, first, ())
+    row = twin.Row(twin.CELLS[1], 2.0, predicted, measured, Counters(3, 1), 0.1)
+    assert row.is_met is is_met
+    assert twin.table_of([row], "title").row_count == 3
+    assert twin.cell_figures(row)["is_met"] is is_met
+
+
+def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 9.0, 9.0))
+    assert twin.main([]) == 2
+    assert "the machine is not quiet: its load is 9.0" in capsys.readouterr().out

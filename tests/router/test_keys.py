@@ -1,0 +1,88 @@
+"""A client whose key no replica takes has no body read by the router; a key that is taken is asked for now and then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from loraplex.router import keys
+from loraplex.router.replica import Replica
+from tests.router.parts import RawReplica, completion, replicas, router
+
+KEY = "k" * 32
+
+
+def head(path: str, num_bytes: int, key: str = "") -> bytes:
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{authorization}"
+        f"Content-Length: {num_bytes}\r\n\r\n"
+    ).encode()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/adapters"])
+@pytest.mark.parametrize("key", ["", "guessed"])
+async def test_no_body_is_read_of_a_client_whose_key_no_replica_takes(path: str, key: str) -> None:
+    """20 connections with 16 MiB each took the memory for bodies: clients with a key were refused for 60 s."""
+    async with replicas(1, api_keys=(KEY,)) as (a,), router([a.name]) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(head(path, 2**24, key) + b'{"model": "')
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 401")
+        assert b"www-authenticate: bearer" in answer.lower()
+        writer.close()
+        assert f'router_requests_total{{replica="{a.name}"' not in (await front.client.get("/metrics")).text
+
+
+async def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    found: list[bytes] = []
+    real = Replica.send
+
+    async def send(self: Replica, method: str, target: bytes, headers: Any, *rest: Any) -> Any:
+        if target == keys.PATH:
+            found.extend(value for name, value in headers if name == b"authorization")
+        return await real(self, method, target, headers, *rest)
+
+    monkeypatch.setattr(Replica, "send", send)
+    return found
+
+
+async def test_a_key_that_is_taken_is_asked_for_once_until_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = await asked_for(monkeypatch)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with replicas(1, api_keys=(KEY,)) as (a,), router([a.name]) as front:
+        for _ in range(3):
+            assert (await front.client.post("/v1/completions", json=completion(), headers=headers)).status_code == 200
+        assert found == [f"Bearer {KEY}".encode()]
+        assert (await front.client.post("/v1/completions", json=completion())).status_code == 401
+        monkeypatch.setattr(keys, "FRESH_S", 0.0)
+        assert (await front.client.post("/v1/completions", json=completion(), headers=headers)).status_code == 200
+        assert len(found) == 2
+
+
+@pytest.mark.parametrize("status", [b"500 Internal Server Error", b"429 Too Many Requests", b"404 Not Found"])
+async def test_a_replica_that_does_not_say_refuses_no_key(status: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        body = b"{}"
+        line = b"200 OK" if request.startswith(b"POST") else status
+        writer.write(b"HTTP/1.1 " + line + b"\r\nconnection: close\r\ncontent-length: 2\r\n\r\n" + body)
+
+    monkeypatch.setattr(keys, "PATH", b"/v1/adapters?limit=1")
+    async with RawReplica(answer).running() as raw, router([raw.name]) as front:
+        for _ in range(2):
+            assert (await front.client.post("/v1/completions", json=completion())).status_code == 200
+        num_asked = sum(request.startswith(b"GET") for request in raw.requests)
+        assert num_asked == (1 if status.startswith(b"404") else 2)
+
+
+async def test_a_replica_that_hangs_refuses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if request.startswith(b"GET"):
+            await asyncio.sleep(60)
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
+
+    monkeypatch.setattr(keys, "PATH", b"/v1/adapters?limit=1")
+    async with RawReplica(answer).running() as raw, router([raw.name], connect_timeout_s=0.3) as front:
+        assert (await front.client.post("/v1/completions", json=completion())).status_code == 200

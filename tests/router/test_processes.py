@@ -1,0 +1,103 @@
+"""Two servers of the demo's model and a router, as processes; one server is killed under load and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.demo.tasks import adapter_path, assets_path
+
+BASE = str(assets_path() / "base")
+READY_S = 120.0
+
+
+class Program:
+    """A `loraplex` command in a session of its own, so that its engine's process is killed with it."""
+
+    def __init__(self, *arguments: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "loraplex", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env=environment,
+        )
+
+    def ready_line(self) -> str:
+        assert self.process.stdout is not None
+        return next(line for line in self.process.stdout if line.startswith("Loraplex"))
+
+    def kill(self) -> None:
+        """As `kill -9` of all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in found]
+
+
+def server(port: int) -> Program:
+    adapters = [f"{name}={adapter_path(name)}" for name in ("upper", "reverse")]
+    options = ["--served-model-name", "demo", "--no-standby-engine", "--no-access-log", "--num-threads", "1"]
+    return Program("serve", BASE, "--port", str(port), *options, "--lora-modules", *adapters)
+
+
+@pytest.fixture
+def programs() -> Iterator[list[Program]]:
+    started: list[Program] = []
+    yield started
+    for program in started:
+        program.kill()
+
+
+async def ask(client: httpx.AsyncClient, model: str, max_tokens: int = 12) -> Any:
+    body = {"model": model, "prompt": "banana bread=", "max_tokens": max_tokens, "temperature": 0}
+    return await client.post("/v1/completions", json={**body, "ignore_eos": max_tokens > 12})
+
+
+async def test_a_server_that_is_killed_under_load_fails_its_own_requests_alone(programs: list[Program]) -> None:
+    first, second, front = free_ports(3)
+    programs += [server(first), server(second)]
+    for program in programs[:2]:
+        program.ready_line()
+    replicas = [f"127.0.0.1:{first}", f"127.0.0.1:{second}"]
+    given = [part for name in replicas for part in ("--replica", name)]
+    programs.append(Program("route", *given, "--port", str(front), "--policy", "spread", "--poll-interval-s", "0.1"))
+    assert programs[2].ready_line() == f"Loraplex routes: http://127.0.0.1:{front} to 2 of 2 replicas\n"
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", timeout=60, trust_env=False) as client:
+        alone = {model: (await ask(client, model)).json()["choices"][0]["text"] for model in ("upper", "reverse")}
+        assert alone["upper"].startswith("BANANA BREAD")
+        models = ["upper", "reverse"] * 8
+        calls = [asyncio.ensure_future(ask(client, model, 100)) for model in models]
+        while f'in_flight{{replica="{replicas[0]}"}} 8.0' not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        programs[0].kill()
+        answers = await asyncio.gather(*calls)
+        failed = [answer for answer in answers if answer.status_code != 200]
+        assert {answer.json()["error"]["code"] for answer in failed} <= {"replica_lost"}
+        assert len(failed) <= 8
+        for model in models:
+            assert (await ask(client, model)).json()["choices"][0]["text"] == alone[model]
+        programs[0] = server(first)
+        programs[0].ready_line()
+        async with asyncio.timeout(READY_S):
+            while (await client.get("/health")).json()["available"] != 2:
+                await asyncio.sleep(0.1)

@@ -1,0 +1,336 @@
+"""Verbs on adapters through the router: on all replicas or on none, and what is said when that did not work."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.adapters.registry import DatabaseHealth, DatabaseState
+from loraplex.errors import AdapterFileFormatError, AdapterPathNotFoundError
+from loraplex.router import verbs
+from loraplex.testing.fake_engine import FakeHealth
+from tests.router.parts import FakeReplica, RawReplica, Router, replicas, router
+
+HEADER = "X-Loraplex-Replicas"
+NEW = {"name": "new", "path": "/adapters/new"}
+STATE = ("path", "alias_of", "is_pinned")
+
+
+async def cards(replica: FakeReplica) -> dict[str, tuple[Any, ...]]:
+    """What a replica has, by name: path, alias, pin."""
+    async with httpx.AsyncClient(base_url=f"http://{replica.name}", trust_env=False) as client:
+        listed = (await client.get("/v1/adapters")).json()["data"]
+    return {card["name"]: tuple(card[field] for field in STATE) for card in listed}
+
+
+VERBS: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("POST", "/v1/adapters", NEW),
+    ("POST", "/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "/adapters/new"}),
+    ("POST", "/v1/adapters", {"name": "sql", "path": "/adapters/other", "load_inplace": True}),
+    ("PUT", "/v1/adapters/sql", {"path": "/adapters/other", "is_pinned": True}),
+    ("PUT", "/v1/adapters/new", {"path": "/adapters/new"}),
+    ("POST", "/v1/adapters/sql/clone", {"name": "copy"}),
+    ("POST", "/v1/adapters/switch", {"old": "sql", "new": "chat"}),
+    ("POST", "/v1/adapters/sql/pin", None),
+    ("DELETE", "/v1/adapters/sql", None),
+    ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"}),
+]
+EACH_VERB = pytest.mark.parametrize(
+    ("method", "path", "body"), VERBS, ids=[f"{method} {path} {index}" for index, (method, path, _) in enumerate(VERBS)]
+)
+
+
+@EACH_VERB
+async def test_a_verb_is_done_by_all(method: str, path: str, body: dict[str, Any] | None) -> None:
+    async with replicas(2) as (a, b), replicas(1) as (alone,), router([a.name, b.name]) as front:
+        before = await cards(a)
+        await front.until(lambda: front.fleet.num_open == 2)
+        answer = await front.client.request(method, path, json=body)
+        async with httpx.AsyncClient(base_url=f"http://{alone.name}", trust_env=False) as client:
+            wanted = await client.request(method, path, json=body)
+        assert answer.status_code == wanted.status_code
+        assert wanted.is_success
+        assert answer.headers["content-type"] == wanted.headers["content-type"]
+        assert answer.headers[HEADER] == f"{a.name}, {b.name}"
+        assert await cards(a) == await cards(b) == await cards(alone) != before
+
+
+@EACH_VERB
+async def test_a_verb_that_one_replica_fails_is_undone_at_the_others(
+    method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    """The second replica has the names too, and is lost in the middle of the verb."""
+
+    async def lost(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if request.startswith(b"GET /v1/adapters/"):
+            writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+
+    async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
+        before = await cards(a)
+        answer = await front.client.request(method, path, json=body)
+        reply = answer.json()
+        assert answer.status_code == 502
+        assert reply["error"]["code"] == "replicas_disagree"
+        assert raw.name in reply["error"]["message"]
+        by_name = {card["replica"]: card for card in reply["replicas"]}
+        assert by_name[a.name] == {"replica": a.name, "status": by_name[a.name]["status"], "is_restored": True}
+        assert by_name[a.name]["status"] in (200, 201)
+        assert by_name[raw.name]["status"] == 0
+        assert by_name[raw.name]["message"]
+        assert await cards(a) == before
+
+
+async def test_a_load_that_one_replica_refuses_leaves_all_as_they_were() -> None:
+    async with replicas(3) as fleet, router([each.name for each in fleet]) as front:
+        before = await cards(fleet[0])
+        fleet[2].engine.errors_by_path["/adapters/new"] = AdapterPathNotFoundError("no such path: /adapters/new")
+        answer = await front.client.post("/v1/adapters", json=NEW)
+        reply = answer.json()
+        assert (answer.status_code, reply["error"]["type"]) == (409, "conflict_error")
+        assert "no such path" in reply["error"]["message"]
+        assert "all are what they were before" in reply["error"]["message"]
+        assert [card["status"] for card in reply["replicas"]] == [200, 200, 404]
+        assert [await cards(each) for each in fleet] == [before] * 3
+
+
+async def test_what_cannot_be_put_back_is_said() -> None:
+    """The first replica has unloaded it, the second is lost, and meanwhile the directory is gone."""
+
+    async def lost(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if request.startswith(b"GET /v1/adapters/"):
+            writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+
+    async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
+        a.engine.errors_by_path["/adapters/sql"] = AdapterPathNotFoundError("the directory is gone")
+        answer = await front.client.delete("/v1/adapters/sql")
+        reply = answer.json()
+        assert answer.status_code == 502
+        assert f"{a.name} could not be put back" in reply["error"]["message"]
+        assert [card["is_restored"] for card in reply["replicas"]] == [False, True]
+
+
+async def test_a_refusal_of_the_first_is_the_answer_and_nothing_has_happened() -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        for each in (a, b):
+            each.engine.errors_by_path["/adapters/new"] = AdapterFileFormatError("rank must be >= 1, got 0")
+        before = await cards(a)
+        answer = await front.client.post("/v1/adapters", json=NEW)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_file_format")
+        unknown = await front.client.delete("/v1/adapters/none")
+        assert unknown.status_code == 404
+        assert await cards(a) == await cards(b) == before
+
+
+async def test_a_verb_for_named_replicas_is_theirs_alone() -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        answer = await front.client.post("/v1/adapters", json=NEW, headers={HEADER: b.name})
+        assert answer.status_code == 200
+        assert "new" not in await cards(a)
+        assert "new" in await cards(b)
+        union = await front.client.get("/v1/adapters", params={"limit": 2})
+        page = union.json()
+        assert [card["name"] for card in page["data"]] == ["chat", "new"]
+        assert page["has_more"]
+        unknown = await front.client.post("/v1/adapters", json=NEW, headers={HEADER: "elsewhere:1"})
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, HEADER)
+
+
+async def test_a_verb_needs_every_replica_that_it_is_for() -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await b.kill()
+        await front.until(lambda: front.fleet.num_open == 1)
+        answer = await front.client.post("/v1/adapters", json=NEW)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_unavailable")
+        assert b.name in answer.json()["error"]["message"]
+        assert "new" not in await cards(a)
+        assert (await front.client.post("/v1/adapters", json=NEW, headers={HEADER: a.name})).status_code == 200
+        await b.start()
+
+
+async def test_a_key_that_may_not_is_refused_by_the_replica() -> None:
+    keys = {"api_keys": ("k" * 32,), "admin_api_keys": ("a" * 32,)}
+    async with replicas(2, **keys) as (a, b), router([a.name, b.name]) as front:
+        for key, status in (("", 401), ("k" * 32, 403), ("a" * 32, 200)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            answer = await front.client.post("/v1/adapters", json=NEW, headers=headers)
+            assert answer.status_code == status, key
+
+
+async def test_a_refusal_of_a_key_is_the_replicas_and_names_the_verb(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "loraplex.audit")
+    keys = {"api_keys": ("k" * 32,), "admin_api_keys": ("a" * 32,)}
+    async with replicas(1, **keys) as (a,), router([a.name]) as front:
+        answer = await front.client.post("/v1/adapters/sql/pin", headers={"Authorization": f"Bearer {'k' * 32}"})
+        assert "POST /v1/adapters/sql/pin needs an admin key" in answer.json()["error"]["message"]
+    assert "POST /v1/adapters/{name}/pin on adapter 'sql'" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------------- turns
+
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+class Slow:
+    """Answers clients without a key with 401, looks at once, and verbs when `release` is set."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+
+    async def __call__(self, request: bytes, writer: asyncio.StreamWriter) -> None:
+        status, body = b"200 OK", b"{}"
+        if b"bearer admin" not in request.lower():
+            status = b"401 Unauthorized"
+        elif request.startswith(b"GET /v1/adapters/"):
+            status = b"404 Not Found"
+        elif not request.startswith(b"GET "):
+            await self.release.wait()
+        head = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+        writer.write(head + body)
+
+
+def verbs_of(raw: RawReplica) -> list[bytes]:
+    return [request.split(b" ")[1] for request in raw.requests if not request.startswith(b"GET ")]
+
+
+def pin(front: Router, name: str, *, at: RawReplica, headers: dict[str, str]) -> asyncio.Future[httpx.Response]:
+    path = f"/v1/adapters/{name}/pin"
+    return asyncio.ensure_future(front.client.post(path, headers={**headers, HEADER: at.name}))
+
+
+async def test_clients_without_a_key_wait_for_no_turn_and_keep_none_from_an_admin() -> None:
+    """40 of them took all 32 places: an admin's verbs were refused for as long as they liked."""
+    slow = Slow()
+    async with RawReplica(slow).running() as raw, router([raw.name]) as front:
+        running = pin(front, "one", at=raw, headers=ADMIN)
+        await front.until(lambda: len(verbs_of(raw)) == 1)
+        refused = await asyncio.gather(*(pin(front, "none", at=raw, headers={}) for _ in range(40)))
+        assert [answer.status_code for answer in refused] == [401] * 40
+        waiting = [pin(front, f"next{index}", at=raw, headers=ADMIN) for index in range(40)]
+        slow.release.set()
+        answers = await asyncio.gather(running, *waiting)
+        assert [answer.status_code for answer in answers] == [200] * 41
+        assert len(verbs_of(raw)) == 41
+
+
+async def test_a_replica_that_hangs_holds_no_verb_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request without a key held the verbs of all admins for as long as its replica did not answer: 300 s."""
+    monkeypatch.setattr(verbs, "LOOK_TIMEOUT_S", 0.3)
+
+    async def silent(request: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    slow = Slow()
+    async with (
+        RawReplica(silent).running() as hung,
+        RawReplica(slow).running() as slow_one,
+        RawReplica(slow).running() as other,
+        router([hung.name, slow_one.name, other.name]) as front,
+    ):
+        keyless = pin(front, "sql", at=hung, headers={})
+        await front.until(lambda: len(hung.requests) == 1)
+        running = pin(front, "sql", at=slow_one, headers=ADMIN)
+        await front.until(lambda: len(verbs_of(slow_one)) == 1)
+        verb = pin(front, "sql", at=other, headers=ADMIN)
+        await front.until(lambda: len(verbs_of(other)) == 1)
+        assert not running.done()
+        slow.release.set()
+        assert [(await each).status_code for each in (running, verb)] == [200, 200]
+        lost = await keyless
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "replica_unavailable")
+        assert "nothing was changed" in lost.json()["error"]["message"]
+        assert verbs_of(hung) == []
+
+
+async def test_a_client_that_goes_away_gives_up_its_turn_but_not_a_verb_that_has_begun() -> None:
+    slow = Slow()
+    async with (
+        RawReplica(slow).running() as raw,
+        RawReplica(slow).running() as other,
+        router([raw.name, other.name]) as front,
+    ):
+        begun = asyncio.ensure_future(front.client.post("/v1/adapters/begun/pin", headers=ADMIN))
+        await front.until(lambda: len(verbs_of(raw)) == 1)
+        gone, stays = (pin(front, name, at=raw, headers=ADMIN) for name in ("gone", "stays"))
+        await front.until(lambda: sum(b"/v1/merges" in request for request in raw.requests) == 3)
+        for call in (begun, gone):
+            call.cancel()
+        await asyncio.gather(begun, gone, return_exceptions=True)
+        await asyncio.sleep(0.1)  # until the router has seen it
+        slow.release.set()
+        assert (await stays).status_code == 200
+        assert verbs_of(raw) == [b"/v1/adapters/begun/pin", b"/v1/adapters/stays/pin"]
+        assert verbs_of(other) == [b"/v1/adapters/begun/pin"], "all or none"
+
+
+async def test_a_replica_that_was_lost_while_a_verb_waited_gets_none() -> None:
+    slow = Slow()
+    async with RawReplica(slow).running() as raw, router([raw.name]) as front:
+        running = pin(front, "one", at=raw, headers=ADMIN)
+        await front.until(lambda: len(verbs_of(raw)) == 1)
+        waiting = pin(front, "two", at=raw, headers=ADMIN)
+        await front.until(lambda: sum(b"/v1/merges" in request for request in raw.requests) == 2)
+        raw.health = b"HTTP/1.1 503 Service Unavailable"
+        await front.until(lambda: front.fleet.num_open == 0)
+        slow.release.set()
+        assert (await running).status_code == 200
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_unavailable")
+        assert verbs_of(raw) == [b"/v1/adapters/one/pin"]
+
+
+async def test_names_of_replicas_are_not_sent_back() -> None:
+    async with replicas(1) as (a,), router([a.name]) as front:
+        answer = await front.client.post("/v1/adapters/sql/pin", headers={HEADER: "z" * 10_000})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, HEADER)
+        assert "z" * 41 not in answer.text
+
+
+async def test_models_are_the_union_and_a_page_of_it() -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await front.client.post("/v1/adapters", json=NEW, headers={HEADER: b.name})
+        everything = (await front.client.get("/v1/models")).json()
+        assert sorted(card["id"] for card in everything["data"]) == ["base", "chat", "new", "sql"]
+        first = (await front.client.get("/v1/models", params={"limit": 2})).json()
+        assert [card["id"] for card in first["data"]] == ["base", "chat"]
+        rest = (await front.client.get("/v1/models", params={"limit": 9, "after": first["last_id"]})).json()
+        assert [card["id"] for card in rest["data"]] == ["new", "sql"]
+        assert not rest["has_more"]
+        bad = await front.client.get("/v1/models", params={"limit": "many"})
+        assert bad.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters/merge", "/v1/adapters/sql/export"])
+async def test_what_writes_files_is_not_routed(path: str) -> None:
+    async with replicas(1) as (a,), router([a.name]) as front:
+        answer = await front.client.post(path, json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_routed")
+
+
+async def test_evict_and_preload_go_to_all() -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        for verb in ("preload", "evict"):
+            answer = await front.client.post(f"/v1/adapters/sql/{verb}")
+            assert (answer.status_code, answer.headers[HEADER]) == (200, f"{a.name}, {b.name}")
+
+
+async def test_of_replicas_that_share_their_names_one_that_is_open_does_a_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reload at each of them would be a version more."""
+    async with replicas(2) as (a, b):
+        for replica in (a, b):
+            shared = FakeHealth(True, database=DatabaseHealth(DatabaseState.CONNECTED, 0.0))
+            monkeypatch.setattr(replica.engine, "health", lambda shared=shared: shared)
+        async with router([a.name, b.name]) as front:
+            answer = await front.client.post("/v1/adapters", json=NEW)
+            assert (answer.status_code, answer.headers[HEADER]) == (200, a.name)
+            assert ("new" in await cards(a), "new" in await cards(b)) == (True, False)
+            answer = await front.client.post("/v1/adapters/sql/preload")
+            assert answer.headers[HEADER] == f"{a.name}, {b.name}"
+            await a.kill()
+            await front.until(lambda: front.fleet.num_open == 1)
+            answer = await front.client.post("/v1/adapters", json=NEW)
+            assert (answer.status_code, answer.headers[HEADER]) == (200, b.name)
+            assert "new" in await cards(b)
+            await a.start()

@@ -1,0 +1,97 @@
+"""The fit: what non-negative least squares must be, and that steps of a known formula are found again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from loraplex.core import Request, SamplingParams
+from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
+from loraplex.twin.step_model import FEATURES, StepModel, StepWork, nnls
+
+NUMBERS = st.floats(-100, 100, allow_nan=False).map(lambda number: round(number, 3))
+PROBLEMS = st.tuples(st.integers(1, 12), st.integers(1, 6)).flatmap(
+    lambda shape: st.tuples(arrays(float, shape, elements=NUMBERS), arrays(float, shape[0], elements=NUMBERS))
+)
+
+
+@given(PROBLEMS)
+def test_a_fit_is_the_least_square_of_those_that_are_not_negative(problem: tuple[np.ndarray, np.ndarray]) -> None:
+    """The conditions of Karush, Kuhn and Tucker, which hold for the least square alone."""
+    matrix, target = problem
+    found = nnls(matrix, target)
+    gradient = matrix.T @ (target - matrix @ found)
+    size = 1e-7 * max(1.0, float(np.abs(matrix).max()) ** 2 * len(target)) * max(1.0, float(np.abs(target).max()))
+    assert (found >= 0).all()
+    assert (gradient <= size).all(), "more of a feature would be nearer"
+    assert (np.abs(gradient[found > 1e-9]) <= size).all(), "another amount of a used feature would be nearer"
+
+
+def works(seed: int, count: int) -> list[StepWork]:
+    draw = random.Random(seed)
+    made = []
+    for _ in range(count):
+        decodes, prompts = draw.choice([0, 1, 4, 9, 30]), draw.choice([0, 0, 1, 3])
+        tokens = max(1, decodes + prompts * draw.choice([2, 20, 200]))
+        adapters, rank = draw.choice([0, 1, 2, 7]), draw.choice([8, 64])
+        rows = max(1, decodes + prompts)
+        made.append(
+            StepWork(tokens, rows, 100 * decodes, tokens * tokens // 2, adapters, adapters * rank, tokens * rank)
+        )
+    return made
+
+
+FORMULAS: dict[str, Callable[[StepWork], float]] = {
+    "hidden by the weights": lambda work: 30 + 2.0 * max(0, work.num_tokens - 16) + 0.5 * work.num_adapters,
+    "better in large products": lambda work: 5 + 3.0 * min(work.num_tokens, 16) + 0.3 * work.num_tokens,
+    "all": lambda work: 1 + work.num_tokens + 0.2 * work.num_rows + 0.001 * work.num_decode_kv + 0.05 * work.sum_ranks,
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=list(FORMULAS))
+def test_known_formulas_are_found(formula: Callable[[StepWork], float]) -> None:
+    seen, others = works(1, 400), works(2, 100)
+    model = StepModel.fit(seen, [formula(work) for work in seen])
+    assert model.errors(others, [formula(work) for work in others]).max() < 1e-6
+    assert min(model.coefficients) >= 0
+
+
+def test_disturbed_steps_are_left_out() -> None:
+    """One in ten takes thrice as long, since something else ran: the others are still met."""
+    draw, formula = random.Random(3), FORMULAS["all"]
+    seen, others = works(1, 400), works(2, 100)
+    noisy = [formula(work) * draw.uniform(0.99, 1.01) * (3 if draw.random() < 0.1 else 1) for work in seen]
+    errors = StepModel.fit(seen, noisy).errors(others, [formula(work) for work in others])
+    assert np.median(errors) < 0.02
+
+
+@given(st.lists(st.floats(0, 10), min_size=len(FEATURES), max_size=len(FEATURES)), st.integers(0, 99))
+def test_more_work_never_takes_less(coefficients: list[float], seed: int) -> None:
+    (work,) = works(seed, 1)
+    model = StepModel(coefficients)
+    for field in work._fields:
+        assert model.ms(work._replace(**{field: getattr(work, field) + 5})) >= model.ms(work) - 1e-9
+
+
+def state(adapter_id: int | None) -> RequestState:
+    request = Request("r", (5, 6, 7), SamplingParams(), 4, 0, adapter_id=adapter_id)
+    return RequestState(request, 0, request.prompt_token_ids)
+
+
+def test_the_work_of_a_plan() -> None:
+    plan = SchedulePlan(
+        1,
+        (
+            ScheduledSequence(state(1), 99, 1, True),  # a decode that reads 100 tokens
+            ScheduledSequence(state(1), 10, 4, False),  # a chunk: its tokens read 11, 12, 13, 14
+            ScheduledSequence(state(2), 0, 2, True),
+            ScheduledSequence(state(None), 49, 1, True),
+        ),
+    )
+    assert StepWork.of(plan, {1: 8, 2: 32}) == StepWork(8, 3, 150, 50 + 3, 2, 40, 5 * 8 + 2 * 32)
