@@ -47,11 +47,15 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def loggers_as_imported() -> None:
-    """A server that a test of this process started has taken the package's logger for itself: `caplog` saw nothing."""
-    logger = logging.getLogger("loraplex")
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
-    logger.handlers.clear()
+    """A server that a test of this process started has taken the package's logger and the root's for itself.
+
+    `caplog` sees nothing then, and the root's handler writes to the standard error of a test that is over.
+    """
+    package, root = logging.getLogger("loraplex"), logging.getLogger()
+    package.propagate = True
+    package.setLevel(logging.NOTSET)
+    package.handlers.clear()
+    root.handlers = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
 
 
 @pytest.fixture(scope="session")
