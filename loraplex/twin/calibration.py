@@ -14,7 +14,7 @@ from loraplex.errors import ConfigError
 from loraplex.kernels.slices import align
 from loraplex.twin.step_model import FEATURES, StepModel
 
-FORMAT = 1
+FORMAT = 2
 """Of the file. Another one is refused."""
 
 
@@ -34,7 +34,8 @@ class Calibration:
     """A model on a machine, with the settings of an engine.
 
     step_ms: coefficient of each feature (step_model.FEATURES). error_p50, error_p90: of steps that the fit did not see,
-    relative; num_steps: that it saw. has_one_memory: kernels read host memory (a CPU). block_bytes: of a KV block of
+    relative; num_steps: that it saw. step_ratios: measured over predicted, of steps in their order, since a machine's
+    slow moments last for several. has_one_memory: kernels read host memory (a CPU). block_bytes: of a KV block of
     block_size tokens. adapter_bytes: packed, by rank, on all linears, in num_extents equal pieces. source, disk: how
     long a load takes from there; copy: from the host to a device with memory of its own.
     """
@@ -49,6 +50,7 @@ class Calibration:
     error_p50: float
     error_p90: float
     num_steps: int
+    step_ratios: tuple[float, ...]
     block_bytes: int
     block_size: int
     max_model_len: int
@@ -92,11 +94,13 @@ class Calibration:
         if not isinstance(found, dict) or found.get("format") != FORMAT or found.keys() != wanted:
             raise ConfigError(f"{path!r} is no calibration of this version: make it again with `loraplex calibrate`")
         try:
+            found["step_ratios"] = tuple(found["step_ratios"])
             found["adapter_bytes"] = {int(rank): int(nbytes) for rank, nbytes in found["adapter_bytes"].items()}
             for name in ("source", "disk", "copy"):
                 found[name] = ReadTime(**found[name])
             made = cls(**found)
-            is_fine = all(_is_positive(made.step_ms[name], least=0.0) for name in FEATURES) and made.adapter_bytes
+            times = (*(made.step_ms[name] for name in FEATURES), *made.step_ratios)
+            is_fine = all(_is_positive(each, least=0.0) for each in times) and made.adapter_bytes
             positive = (made.block_bytes, made.block_size, made.max_model_len, made.num_extents)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(f"calibration {path!r} is damaged: {type(error).__name__}: {error}") from error
