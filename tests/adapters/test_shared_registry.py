@@ -819,6 +819,12 @@ def test_a_name_of_the_base_model_here_is_not_served_here(begin: Callable[..., S
         "postgresql://loraplex:SECRET@127.0.0.1:PORT/x",
         "mysql://loraplex:SECRET@127.0.0.1/x",
         "postgresql://loraplex:SECRET@127.0.0.1:1/x?nonsense=SECRET",
+        "postgresql://loraplex:a/SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:SECRET/a@127.0.0.1:1/x",
+        "postgresql://loraplex:1/SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:a@SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:a?SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:a@SECRET/b@127.0.0.1:1/x",
     ],
 )
 def test_a_password_is_in_no_error(bad: str) -> None:
