@@ -124,6 +124,7 @@ OWN_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any], int | None]] = {
         {**_ON_Q, "target_modules": "all-linear", "modules_to_save": ["0.self_attn.q_proj", "k_proj", "down_proj"]},
         None,
     ),
+    "a saved linear, all biases": ("LoraConfig", {**_ON_Q, "modules_to_save": ["v_proj"], "bias": "all"}, None),
     "a saved MLP": ("LoraConfig", {**_ON_Q, "modules_to_save": ["layers.0.mlp"]}, None),
     "IA3 with a saved head": (
         "IA3Config",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import BASE_WEIGHT, COPY, OWN_PARTS, TOKENS, WEIGHT, Kind, TensorName
+from loraplex.adapters.kinds import BASE_BIAS, BASE_WEIGHT, BIAS_COPY, COPY, OWN_PARTS, TOKENS, WEIGHT, Kind, TensorName
 from loraplex.core import LoraTarget, ShardKind
 from loraplex.errors import shown
 
@@ -248,7 +248,10 @@ class OwnParts:
             part, added = self.parts.get(module, OwnPart()), range(self.base_vocab_size, self.vocab_size)
             if part.weight is None and (len(added) > len(part.token_ids) or not set(added) <= set(part.token_ids)):
                 text = f"the file has no rows of it for the {len(added)} tokens that the adapter adds"
-                self.reasons.append(f"{module}: {text}; save it with save_embedding_layers=True")
+                remedy = "save it with save_embedding_layers=True"
+                if self.targeted.intersection(self._ends) - {module}:  # peft saves what is targeted then, and no other
+                    remedy = "train with both ends in target_modules, or with this one in modules_to_save"
+                self.reasons.append(f"{module}: {text}; {remedy}")
 
     def _check_activation(self) -> None:
         """Of an aLoRA, rows before the invocation are the base's, from the embedding to the KV."""
@@ -285,11 +288,20 @@ class OwnParts:
         if name in self.names:
             self._use(module, name)
             self._may_equal(name, TensorName(module, COPY))
+            self._use_biases(module)
             return name
         self.reasons.append(
             f"{module}: the file has no weight, which {self._calling} calls for; save the adapter again"
         )
         return None
+
+    def _use_biases(self, module: str) -> None:
+        """Those beside the module's own, which is checked with all biases."""
+        bias, copy, old = (TensorName(module, part) for part in ("bias", BIAS_COPY, BASE_BIAS))
+        present = {copy, old} & self.names.keys() if bias in self.names else set()
+        self.shapes.update(dict.fromkeys(present, (self.base[module].out_features,)))
+        if copy in present:
+            self.equal.append(Equal(bias, copy))
 
     @property
     def _calling(self) -> str:

@@ -164,7 +164,8 @@ class Outline:
     def model(self, limits: LoRAConfig) -> LoRAModel:
         """The weights. Raises what `CheckedReader.read` raises, and AdapterContentChangedError."""
         origin = self.origin
-        model = read_adapter(origin.path, origin.name, origin.source, CheckedReader(self._targets(), limits))
+        reader = CheckedReader(self._targets(), limits, is_whole=False)
+        model = read_adapter(origin.path, origin.name, origin.source, reader)
         origin.check_digest(model.adapter_digest)
         return model
 

@@ -29,6 +29,7 @@ TIED_MERGED = {
     "saved, tied",
     "saved norms",
     "saved linears",
+    "a saved linear, all biases",
     "a saved MLP",
     "trained tokens",
     "TrainableTokens",
