@@ -23,7 +23,7 @@ class AnswerTooLongError(LoraplexError):
     """What the store sent is no list of 1,000 objects."""
 
 
-class BoundedSession(AIOHTTPSession):
+class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
     """Raises AnswerTooLongError. A redirect is an answer as others are: botocore makes an error of it."""
 
     async def send(self, request: Any) -> Any:
