@@ -366,8 +366,11 @@ def _uncalled_own(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> I
     modules = tuple({name.module for name in names if name.part in OWN_PARTS})
     is_tuning = helper.kind is Kind.LN_TUNING
     saved = helper.match_saved(modules).keys() | (helper.match_modules(modules) if is_tuning else frozenset())
+    ends = {module for module in modules if module.rpartition(".")[2] in (_OF_EMBEDDING, _OF_HEAD)}
+    if helper.ensure_weight_tying and not saved.isdisjoint(ends):
+        saved |= ends
     for name, entry in names.items():
-        is_end = name.module.rpartition(".")[2] in (_OF_EMBEDDING, _OF_HEAD)
+        is_end = name.module in ends
         is_called = {
             WEIGHT: is_end or name.module in saved,
             BASE_WEIGHT: is_end,

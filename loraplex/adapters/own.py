@@ -88,13 +88,14 @@ class OwnParts:
     """What a file has of its own, by module. shapes: of the tensors that are used; equal: what must be the same.
 
     vocab_size: of the adapter; 0 where the base has neither an embedding nor a head. targeted: what the kind itself
-    changes; ensure_weight_tying adds the other end.
+    changes; ensure_weight_tying adds the other end. is_whole: as of `TensorCheck`.
     """
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
     names: Mapping[TensorName, TensorEntry]
     targeted: frozenset[str]
+    is_whole: bool = True
     parts: dict[str, OwnPart] = field(default_factory=dict)
     shapes: dict[TensorName, tuple[int, ...]] = field(default_factory=dict)
     equal: list[Equal] = field(default_factory=list)
@@ -143,7 +144,7 @@ class OwnParts:
         named = self.helper.match_saved(tuple(self.base))
         hits = frozenset(entry for entries in named.values() for entry in entries)
         for entry in self.helper.modules_to_save:
-            if entry not in hits:
+            if entry not in hits and self.is_whole:
                 text = "names no module of the base model that an adapter can have of its own; remove it"
                 self.reasons.append(f"modules_to_save: {shown(entry)} {text}")
         self.saved = frozenset(named)
@@ -165,7 +166,8 @@ class OwnParts:
                 for module, ends in named.items()
                 if len(ends) > 1
             )
-            for end in by_end.keys() - {end for ends in named.values() for end in ends}:
+            unknown = by_end.keys() - {end for ends in named.values() for end in ends} if self.is_whole else ()
+            for end in unknown:
                 text = "names no module of the base model that has tokens"
                 self.reasons.append(f"trainable_token_indices: {shown(end)} {text}; remove it")
             found = {module: by_end[min(ends)] for module, ends in named.items()}

@@ -157,7 +157,7 @@ class TensorCheck:
         else:
             matched = helper.match_modules((*adaptable, *unsupported))
             self._check_targets(matched, adaptable, unsupported)
-        self.own = OwnParts(helper, self.base, self.names, matched & self.base.keys())
+        self.own = OwnParts(helper, self.base, self.names, matched & self.base.keys(), self.is_whole)
         matched = self.own.targeted
         self.reasons.extend(self.own.reasons)
         numbers = helper.numbers(sorted(matched))

@@ -410,11 +410,13 @@ class HostileStore(BaseHTTPRequestHandler):
     def _list(self, bucket: str) -> None:
         tag = "x&#13;&#10;X-Other: 1" if bucket == "line-ends" else "&quot;x&quot;"
         names = (f"model-{number}" for number in range(1001)) if bucket == "crowded" else (CONFIG, WEIGHTS)
+        entities = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10 if n else "x" * 99}">' for n in range(5))
+        head = f"<!DOCTYPE x [{entities}]>" if bucket == "entities" else ""
         item = "<Contents><Key>{}</Key><Size>100</Size><ETag>{}</ETag></Contents>"
         body = "".join(item.format(name, tag) for name in names)
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(f"<ListBucketResult><IsTruncated>false</IsTruncated>{body}".encode())
+        self.wfile.write(f"{head}<ListBucketResult><IsTruncated>false</IsTruncated>{body}".encode())
         filler = {"endless": b" " * 2**16, "tags": b"<a/>" * 2**12}.get(bucket)
         with suppress(OSError):
             while filler is not None and self.sent_bytes[bucket] < 2**28:
@@ -461,7 +463,7 @@ def test_a_redirect_of_the_store_is_not_followed(
     assert not [path for path in hostile.asked if "evil" in path]
 
 
-@pytest.mark.parametrize("bucket", ["endless", "tags"])
+@pytest.mark.parametrize("bucket", ["endless", "tags", "entities"])
 def test_a_list_without_an_end_is_not_read_on(hostile: type[HostileStore], source: AdapterSource, bucket: str) -> None:
     with pytest.raises(AdapterFileFormatError, match="the store's answer is no list of at most 1000 objects"):
         source.fetch(f"s3://{bucket}")

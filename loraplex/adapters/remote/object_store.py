@@ -284,7 +284,7 @@ def _as_adapter_error(error: Exception, adapter: ObjectAdapter, timeout_s: float
         return AdapterPermissionError(f"{adapter}: the store refuses access")
     if "FileNotFoundError" in kinds or codes & {"NoSuchBucket", "NoSuchKey", "404"}:
         return AdapterPathNotFoundError(f"{adapter}: the store has no such bucket or object")
-    if "AnswerTooLongError" in kinds:
+    if "OddAnswerError" in kinds:
         return AdapterFileFormatError(f"{adapter}: the store's answer is no list of at most {MAX_OBJECTS} objects")
     if any("Timeout" in kind for kind in kinds):
         return AdapterFetchTimeoutError(f"{adapter}: the store did not deliver it within {timeout_s:g} s; try again")

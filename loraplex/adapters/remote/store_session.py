@@ -10,8 +10,6 @@ from typing import Any
 
 from aiobotocore.httpsession import AIOHTTPSession
 
-from loraplex.errors import LoraplexError
-
 MAX_ANSWER_BYTES = 2**21
 """Of an answer that is no object: a list of 1,000 keys of 1,024 bytes, or an error."""
 
@@ -19,12 +17,12 @@ MAX_TAGS = 50_000
 """Of its XML: the parser holds the interpreter's lock, 2 MiB of empty tags take it 0.2 s."""
 
 
-class AnswerTooLongError(LoraplexError):
+class OddAnswerError(Exception):
     """What the store sent is no list of 1,000 objects."""
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
-    """Raises AnswerTooLongError. A redirect is an answer as others are: botocore makes an error of it."""
+    """Raises OddAnswerError. A redirect is an answer as others are: botocore makes an error of it."""
 
     async def send(self, request: Any) -> Any:
         is_object, request.stream_output = request.stream_output, True  # else the whole answer is read now
@@ -56,5 +54,8 @@ async def _bounded(raw: Any) -> bytes:
         num_tags += piece.count(b"<")
         if num_bytes > MAX_ANSWER_BYTES or num_tags > MAX_TAGS:
             raw.close()
-            raise AnswerTooLongError(f"more than {MAX_ANSWER_BYTES} bytes or {MAX_TAGS} tags")
-    return b"".join(pieces)
+            raise OddAnswerError(f"more than {MAX_ANSWER_BYTES} bytes or {MAX_TAGS} tags")
+    answer = b"".join(pieces)
+    if b"<!" in answer:  # botocore's parser takes every answer for UTF-8
+        raise OddAnswerError("a declaration: entities may become a thousand times as long")
+    return answer
