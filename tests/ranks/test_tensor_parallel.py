@@ -142,11 +142,12 @@ def test_what_cannot_be_shared_is_refused_before_a_process_starts(zoo: ModelZoo)
     base = zoo.base("llama")
     with pytest.raises(ModelConfigError, match=re.escape("num_attention_heads of the model is 4, which 3 ranks")):
         driver_of(base, 3)
-    for settings in ({"quantization": "int8"}, {"tensor_parallel_size": 0}):
-        with pytest.raises(ConfigError, match="tensor_parallel_size"):
-            driver_of(base, 2, **settings)
-    with pytest.raises(ConfigError, match="host_compression with tensor_parallel_size 2"):
-        driver_of(base, 2, LoRAConfig(host_compression="lossless"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        driver_of(base, 2, tensor_parallel_size=0)
+    with pytest.raises(ConfigError, match="merge_dominant_adapter with tensor_parallel_size 2"):
+        driver_of(base, 2, LoRAConfig(merge_dominant_adapter=True))
+    with pytest.raises(ConfigError, match="host_compression int8 with fully_sharded_loras"):
+        driver_of(base, 2, LoRAConfig(host_compression="int8", fully_sharded_loras=True))
 
 
 @pytest.mark.ranks
