@@ -471,8 +471,8 @@ class EngineConfig(EngineSettings):
         )
         _require(
             size == 1 or self.lora is None or not self.lora.merge_dominant_adapter,
-            f"merge_dominant_adapter with tensor_parallel_size {size} is not supported: each rank would have to make its "
-            "share of the copy beside its steps, and ranks follow steps alone; leave one out",
+            f"merge_dominant_adapter with tensor_parallel_size {size} is not supported: each rank would have to make "
+            "its share of the copy beside its steps, and ranks follow steps alone; leave one out",
         )
         _require(
             self.lora is None or not self.lora.fully_sharded_loras or self.lora.host_compression != "int8",

@@ -141,7 +141,7 @@ class WholeWeights:
         name = f"{module_name}.weight"
         weight = self._source.whole(self._parts[name])
         if quantization is not None:
-            kept = map(SPECIFICATIONS[quantization].of, weight.split(self._own_widths[name], dim=1))
+            kept = [SPECIFICATIONS[quantization].of(part) for part in torch.split(weight, self._own_widths[name], 1)]
             weight = torch.cat([each.rows(0, len(weight)) for each in kept], dim=1)
         weight = weight.float()
         rows = torch.addmm(weight, lora_b.float(), lora_a.float(), alpha=scaling)

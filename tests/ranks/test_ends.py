@@ -79,4 +79,3 @@ def test_logprobs_of_prompts_through_adapters_of_the_head(zoo: ModelZoo) -> None
             assert answers(driver, [Asked(None)]), "a base row beside them"
     assert len(seen[0]) == sum(each.length - 1 for each in asks)
     assert seen[1] == pytest.approx(seen[0], abs=1e-3)
-

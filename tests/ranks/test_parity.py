@@ -1,9 +1,9 @@
-"""Every family and kind over two ranks, some over four, against transformers + peft in float32: alone, in one batch with
-the base model, in chunks, from the prefix cache and after a reload; fully sharded, too."""
+"""Every family and kind over two ranks, some over four, against transformers + peft in float32: alone, in one batch
+with the base model, in chunks, from the prefix cache and after a reload; fully sharded, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +42,8 @@ class Matrix:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def matrix(request: pytest.FixtureRequest, zoo: ModelZoo) -> Iterator[Matrix]:
-    yield Matrix(zoo, request.param)
+def matrix(request: pytest.FixtureRequest, zoo: ModelZoo) -> Matrix:
+    return Matrix(zoo, request.param)
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])

@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.config import LoRAConfig
-from loraplex.demo.run import ask, base_path, questions
 from loraplex.errors import AdapterContentChangedError
-from loraplex.frontend.llm import LLM
 from tests.engine.driver import Driver
-from tests.engine.test_own_weights import check, make_family, started
 from tests.fixtures import ModelZoo
 from tests.ranks.engines import LORA, SETTINGS, Asked, adapter_of, answers, kind_of, load, opened
 
@@ -43,20 +39,16 @@ def test_a_quantised_base_is_no_further_from_the_exact_one_than_with_one_rank(
     adapters = {"LoRA": adapter_of(zoo, base, "all linears"), "DoRA": kind_of(zoo, base, "DoRA")}
     adapters |= {name: zoo.own_adapter(base, name) for name in ("LoRA of both", "saved head")}
     asks = [Asked(name, 60, shift=index) for index, name in enumerate((None, *adapters))]
-    seen = []
+    seen, said = [], []
     for size, kept in ((1, None), (1, quantization), (2, quantization)):
         with opened(base, size, quantization=kept, lora_backend=backend) as driver:
             load(driver, adapters)
             seen.append(logprobs_of(driver, asks))
+            said.append(answers(driver, [replace(each, num_tokens=4) for each in asks]))
     exact, of_one, of_two = seen
     assert rms(of_one, exact) > 0
     assert rms(of_two, exact) <= 1.15 * rms(of_one, exact)
-
-
-def test_the_demo_answers_as_before_in_int8() -> None:
-    with LLM(base_path(), quantization="int8", tensor_parallel_size=2, num_threads=1) as llm:
-        said = ask(llm, questions(each=2, seed=0))
-    assert [each.text for each in said if not each.is_right] == []
+    assert said[2] == said[1] or backend == "reference"
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
@@ -67,9 +59,7 @@ def test_a_merged_adapter_says_what_it_says_unmerged(zoo: ModelZoo, kind: str) -
         load(driver, {"sql": path})
         expected = answers(driver, [replace(each, name="sql") for each in asks])
         assert answers(driver, asks) != expected
-    merged = Driver(
-        base, is_lora_on=False, **{**SETTINGS, "tensor_parallel_size": 2, "merge_adapter": str(path)}
-    )
+    merged = Driver(base, is_lora_on=False, **{**SETTINGS, "tensor_parallel_size": 2, "merge_adapter": str(path)})
     try:
         assert answers(merged, asks) == expected
     finally:
@@ -82,35 +72,25 @@ def test_a_merged_adapter_says_what_it_says_unmerged(zoo: ModelZoo, kind: str) -
         )
 
 
-@pytest.mark.ranks
-def test_lossless_copies_come_back_as_they_were(zoo: ModelZoo) -> None:
-    """Adapters of linears, of both ends and with added tokens, with room for two of the largest."""
-    family, ranks = make_family(zoo, "qwen2"), {"tensor_parallel_size": 2, "num_threads": 1}
-    with started(family, **ranks) as llm:
-        room = int(2.2 * max(each.nbytes for each in llm.engine.adapters.list_adapters()))
-    memory = {"adapter_memory_bytes": room, "host_memory_bytes": 3 * room, "host_compression": "lossless"}
-    with started(family, **memory, disk_memory_bytes=0, aging_steps=8, **ranks) as llm:
-        check(llm.engine, family)
-        check(llm.engine, family)
-        assert llm.stats().memory.found["compressed"] > 0
-
-
-@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.ranks)])
-@pytest.mark.parametrize("compression", ["lossless", pytest.param("int8", marks=pytest.mark.ranks)])
+@pytest.mark.parametrize(
+    ("compression", "is_full"),
+    [
+        ("lossless", False),
+        *(pytest.param(*each, marks=pytest.mark.ranks) for each in (("lossless", True), ("int8", False))),
+    ],
+)
 def test_a_compressed_copy_is_restored_for_every_rank(zoo: ModelZoo, compression: str, is_full: bool) -> None:
-    if compression == "int8" and is_full:
-        pytest.skip("refused: test_what_cannot_be_shared_is_refused_before_a_process_starts")
     base = zoo.base("llama")
     lora = replace(LORA, max_loras=1, host_compression=compression, fully_sharded_loras=is_full)
     adapters: dict[str, Path] = {name: adapter_of(zoo, base, name) for name in ("all linears", "patterns")}
-    adapters["rows"] = zoo.own_adapter(base, "trained tokens")
+    adapters |= {name: zoo.own_adapter(base, name) for name in ("trained tokens", "added tokens, LoRA of both")}
     asks = [Asked(name, num_tokens=8) for name in adapters]
     with opened(base, 2, lora) as driver:
         load(driver, adapters)
         before = logprobs_of(driver, asks)
         store, housekeeping = driver.engine.adapters._residency, driver.engine.adapters.housekeeping
         store.room.pass_id += 5  # no request asked lately
-        assert housekeeping.reclaim_idle("host", -1e9, 3) > 0
+        assert housekeeping.reclaim_idle("host", -1e9, 4) > 0
         assert store.tiers.compressed is not None
         for _ in range(200):  # a loader's thread makes the copies
             if len(store.tiers.compressed) and not any(each.host for each in store.weights.values()):

@@ -289,7 +289,7 @@ class Packer:
         return (view,)
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
-        """The tensors of a block, in its dtype; they may lie in `view`, one of the `shares` of its extent on the host."""
+        """The tensors of a block, in its dtype; they may lie in `view`, one of its extent's `shares` on the host."""
         return tuple(self._own.unpack(self._by_name[block.target_name], block.layouts, view[block.offset :]))
 
     def repack(self, block: PackedBlock, slices: Sequence[SliceWeights | None], view: torch.Tensor) -> None:
