@@ -13,7 +13,7 @@ from tests.engine.driver import Driver
 from tests.fixtures import ADAPTER_OPTIONS, FAMILIES, KIND_OPTIONS, OWN_OPTIONS, GreedyCase, ModelZoo
 from tests.ranks.engines import LORA, adapter_of, check, kind_of, load, opened
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]  # the oracles of a family are made in its first test
 
 NUM_TOKENS = 24
 CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "block_size": 16}

@@ -7,11 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from loraplex.errors import AdapterContentChangedError
 from tests.engine.driver import Driver
-from tests.fixtures import ModelZoo
+from tests.fixtures import HIDDEN_SIZE, VOCAB_SIZE, ModelZoo
 from tests.ranks.engines import LORA, SETTINGS, Asked, adapter_of, answers, kind_of, load, opened
+
+MODULES = (
+    ("model.layers.0.self_attn.q_proj", HIDDEN_SIZE, HIDDEN_SIZE),
+    ("model.layers.1.mlp.down_proj", HIDDEN_SIZE, 160),
+    ("lm_head", VOCAB_SIZE, HIDDEN_SIZE),
+)
+"""Names, outputs and inputs."""
 
 
 def rms(one: list[float], other: list[float]) -> float:
@@ -49,6 +57,25 @@ def test_a_quantised_base_is_no_further_from_the_exact_one_than_with_one_rank(
     assert rms(of_one, exact) > 0
     assert rms(of_two, exact) <= 1.15 * rms(of_one, exact)
     assert said[2] == said[1] or backend == "reference"
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_norms_and_rows_are_of_the_whole_base(zoo: ModelZoo, quantization: str | None) -> None:
+    """Those of one rank; of a linear that is cut by inputs int8 rounds each rank's part of a row by itself. The head is
+    the embedding, which stays as it was loaded."""
+    base, tokens = zoo.base("llama"), torch.tensor([0, 5, 4095, 4096, 8191])
+    seen = []
+    for size in (1, 2):
+        with opened(base, size, quantization=quantization) as driver:
+            model, norms = driver.engine._runner._model, []
+            for name, out_features, in_features in MODULES:
+                norms.append(model.row_norms(name, torch.ones(2, in_features), torch.ones(out_features, 2), 0.01))
+            seen.append((norms, model.base_rows("lm_head", tokens), model.base_rows("model.embed_tokens", tokens)))
+    for (name, *_), of_one, of_two in zip(MODULES, seen[0][0], seen[1][0], strict=True):
+        is_split = quantization is not None and name.endswith("down_proj")
+        torch.testing.assert_close(of_two, of_one, rtol=2e-3 if is_split else 1e-5, atol=0)
+        assert not is_split or not torch.equal(of_two, of_one)
+    assert all(torch.equal(*each) for each in zip(seen[0][1:], seen[1][1:], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
