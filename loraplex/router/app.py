@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from loraplex import __version__
 from loraplex.errors import LoraplexError
+from loraplex.router.exchange import REPLICAS_HEADER
 from loraplex.router.fleet import Fleet
-from loraplex.router.headers import REPLICAS_HEADER
 from loraplex.router.keys import Keys
 from loraplex.router.lists import Lists
 from loraplex.router.metrics import RouterMetrics

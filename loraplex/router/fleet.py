@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from loraplex.errors import ConfigError
-from loraplex.router.names import Card, common, differing
+from loraplex.router.names import Card, Names, common, differing
 from loraplex.router.replica import Replica
 from loraplex.router.settings import RouteSettings, replica_urls
 from loraplex.router.watching import Watcher
@@ -35,7 +35,7 @@ class Fleet:
         self._replicas = {name: Replica(name, url, settings, key, clock) for name, url in urls.items()}
         self._policy = POLICIES[settings.policy]
         self._clock = clock
-        self._watchers = [Watcher(replica, settings, clock, self._shared_with) for replica in self._replicas.values()]
+        self._watchers = [Watcher(replica, settings, clock, self) for replica in self._replicas.values()]
         self._has_started = False
         self._watching: list[asyncio.Task[None]] = []
         self._differing: Sequence[str] = ()
@@ -90,12 +90,26 @@ class Fleet:
         """Adapters that replicas are to have again."""
         return sum(len(replica.names.to_do) for replica in self.replicas)
 
-    def _shared_with(self, new: Replica) -> Iterable[Card]:
-        """What all open ones have, for one that was not there when the router started."""
-        if not self._has_started:
-            return ()
-        others = [each for each in self.replicas if each is not new and each.snapshot().is_open]
-        return common([each.names.held or {} for each in others])
+    def shared_with(self, new: Replica) -> Iterable[Card]:
+        return common([each.held or {} for each in self._others_of(new)]) if self._has_started else ()
+
+    def agree_on(self, replica: Replica) -> None:
+        for name, card in replica.names.to_do.items():
+            found = (each.held[name] for each in self._others_of(replica) if each.held and each.has(name))
+            if card is not None and (now := next(found, None)) is not None and now.meaning != card.meaning:
+                replica.names.to_do[name] = now
+
+    def note_gone(self, names: Iterable[str]) -> None:
+        away = [replica for replica in self.replicas if not replica.snapshot().is_open]
+        for name in names:
+            if not any(replica.names.has(name) for replica in self.replicas if replica not in away):
+                for replica in away:
+                    if replica.names.has(name):
+                        replica.names.owe(name, None)
+
+    def _others_of(self, replica: Replica) -> list[Names]:
+        """Of those that take requests."""
+        return [each.names for each in self.replicas if each is not replica and each.snapshot().is_open]
 
     @property
     def num_differing(self) -> int:

@@ -74,8 +74,12 @@ class Names:
         """Whether no list was read yet."""
         return not self._instance
 
-    def learn(self, instance: str, listed: dict[str, Card]) -> bool:
-        """A whole list, of the process `instance`. Whether another process was there before."""
+    def learn(self, instance: str, listed: dict[str, Card]) -> tuple[bool, set[str]]:
+        """A whole list, of the process `instance`.
+
+        Whether another process was there before; where it was the same one, what was unloaded there since.
+        """
+        gone = set() if self.held is None else self.held.keys() - listed.keys()
         is_new = self._instance not in ("", instance)
         before = self.held if is_new and self.held is not None else {}
         lost: dict[str, Card | None] = {name: card for name, card in before.items() if name not in listed}
@@ -84,7 +88,7 @@ class Names:
         self._owed.clear()
         self._instance, self.held, self.is_doubtful = instance, listed, False
         self.version += 1
-        return is_new
+        return is_new, set() if is_new else gone
 
     def change(self, name: str, card: Card | None) -> None:
         """A verb was done here: its name means this now, or (None) nothing."""

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.errors import LoraplexError
 from loraplex.router.connection import UNREADABLE, Answer, LostError, NotSentError
+from loraplex.router.exchange import answer_headers, sent_headers, target_of
 from loraplex.router.fleet import Fleet
-from loraplex.router.headers import answer_headers, sent_headers, target_of
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.replica import Replica
 from loraplex.routing import Needs

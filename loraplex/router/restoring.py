@@ -12,8 +12,8 @@ import logging
 import msgspec
 
 from loraplex.router.connection import UNREADABLE
+from loraplex.router.exchange import Outcome, path_of, send, typed
 from loraplex.router.names import Card
-from loraplex.router.outcomes import Outcome, path_of, send, typed
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import clipped
 

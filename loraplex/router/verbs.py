@@ -33,12 +33,22 @@ from starlette.routing import Route
 
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.router.connection import Headers
+from loraplex.router.exchange import (
+    REPLICAS_HEADER,
+    Outcome,
+    look,
+    own_headers,
+    path_of,
+    response_of,
+    send,
+    sent_headers,
+    target_of,
+    typed,
+)
 from loraplex.router.fleet import Fleet
-from loraplex.router.headers import REPLICAS_HEADER, own_headers, response_of, sent_headers, target_of
 from loraplex.router.keys import Keys
 from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
-from loraplex.router.outcomes import Outcome, look, path_of, send, typed
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError, ErrorBody, clipped
 from loraplex.server.body import decode_object, read_body

@@ -21,7 +21,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -59,7 +59,7 @@ EVENT_KINDS = ("load", "evict", "drop", "unload", "switch", "restart")
 EVENTS_PATH = "/v1/events?" + "&".join(f"kind={kind}" for kind in EVENT_KINDS)
 
 _LOADS = re.compile(
-    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|loraplex:engine_up|loraplex:adapters)"
+    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|loraplex:adapters)"
     rb"(?:\{([^\n]*)\})? ([0-9.eE+-]{1,32})$",
     re.MULTILINE,
 )
@@ -115,6 +115,22 @@ class _Event(msgspec.Struct, gc=False):
     details: _Details = msgspec.field(default_factory=_Details)
 
 
+class Others(Protocol):
+    """What the fleet says to the watcher of one replica."""
+
+    def shared_with(self, new: Replica) -> Iterable[Card]:
+        """What all others have, for one that was not there when the router started."""
+        ...
+
+    def agree_on(self, replica: Replica) -> None:
+        """A new process is to have what the others have now, where that is another version."""
+        ...
+
+    def note_gone(self, names: Iterable[str]) -> None:
+        """What was unloaded at a replica; where none has it any more it does not come back with one that is away."""
+        ...
+
+
 class Watcher:
     """Follows one replica until it is cancelled."""
 
@@ -123,11 +139,10 @@ class Watcher:
         replica: Replica,
         settings: RouteSettings,
         clock: Callable[[], float] = time.monotonic,
-        shared: Callable[[Replica], Iterable[Card]] = lambda replica: (),
+        others: Others | None = None,
     ) -> None:
-        """shared: what all the others have, for a replica that comes later."""
         self._replica = replica
-        self._shared = shared
+        self._others = others
         self._settings = settings
         self._clock = clock
         self._memory_due_s = -math.inf
@@ -235,10 +250,14 @@ class Watcher:
                 is_whole = listed is not None and bool(instance) and instance == await self._instance()
             if listed is None or not is_whole or names.version != before:
                 return
-            for card in self._shared(replica) if names.is_new else ():
+            for card in self._others.shared_with(replica) if self._others is not None and names.is_new else ():
                 if card.name not in listed:
                     names.owe(card.name, card)
-            if names.learn(instance, listed):
+            has_restarted, gone = names.learn(instance, listed)
+            if self._others is not None:
+                self._others.note_gone(gone)
+                self._others.agree_on(replica)
+            if has_restarted:
                 replica.known.forget()
                 text = "replica %s was started again: %d adapters, %d are to be loaded or unloaded as before"
                 _log.info(text, replica.name, len(listed), len(names.to_do))

@@ -17,13 +17,13 @@ def listed(*cards: Card) -> dict[str, Card]:
 
 def known(*cards: Card) -> Names:
     names = Names()
-    assert not names.learn("a", listed(*cards))
+    assert names.learn("a", listed(*cards)) == (False, set())
     return names
 
 
 def test_a_new_process_is_to_have_what_the_one_before_it_had() -> None:
     names = known(SQL, CHAT)
-    assert names.learn("b", listed(CHAT))
+    assert names.learn("b", listed(CHAT)) == (True, set())
     assert names.to_do == {"sql": SQL}
     assert names.has("chat")
     assert names.lacks("sql")
@@ -41,7 +41,7 @@ def test_a_name_that_a_new_process_has_by_itself_stays_as_it_is() -> None:
 
 def test_what_vanishes_from_a_process_that_runs_on_was_unloaded_there() -> None:
     names = known(SQL, CHAT)
-    names.learn("a", listed(SQL))
+    assert names.learn("a", listed(SQL)) == (False, {"chat"})
     assert not names.to_do
     assert names.lacks("chat")
     assert not names.is_promised("chat")

@@ -11,7 +11,7 @@ import pytest
 
 from loraplex.adapters.registry import DatabaseHealth, DatabaseState
 from loraplex.errors import AdapterPathNotFoundError
-from loraplex.router import fleet, restoring
+from loraplex.router import fleet, restoring, watching
 from loraplex.testing.fake_engine import FakeHealth
 from tests.router.parts import FakeReplica, Router, completion, replicas, router
 from tests.router.test_verbs import HEADER, NEW, cards
@@ -137,6 +137,28 @@ async def test_what_the_others_got_while_one_was_away_it_gets_when_it_is_back() 
         await until_health(front, available=2, restoring=0)
         assert await cards(a) == await cards(b)
         assert set(await cards(a)) == {"sql", "new"}, "what was unloaded does not come back"
+
+
+async def test_two_routers_agree_on_what_one_of_them_did_while_a_replica_was_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the other one knows of the replica that was away is older than what the replicas that stayed have."""
+    monkeypatch.setattr(watching, "LIST_AGAIN_S", 0.0)
+    async with replicas(2) as (a, b), router([a.name, b.name]) as one, router([a.name, b.name]) as two:
+        await a.kill()
+        await one.until(lambda: one.fleet.num_open == two.fleet.num_open == 1)
+        others = {HEADER: b.name}
+        other = {"path": "/adapters/other"}
+        assert (await one.client.put("/v1/adapters/sql", json=other, headers=others)).status_code == 200
+        assert (await one.client.delete("/v1/adapters/chat", headers=others)).status_code == 200
+        held = two.replica(b.name).names
+        await two.until(lambda: held.held is not None and set(held.held) == {"sql"})
+        assert held.held is not None
+        assert held.held["sql"].path == "/adapters/other"
+        await a.start_empty()
+        for front in (one, two):
+            await until_health(front, available=2, restoring=0)
+        assert await cards(a) == await cards(b)
 
 
 async def test_a_replica_that_comes_later_gets_what_all_others_have() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from loraplex.adapters.registry import DatabaseHealth, DatabaseState
 from loraplex.errors import AdapterFileFormatError, AdapterPathNotFoundError
-from loraplex.router import outcomes
+from loraplex.router import exchange
 from loraplex.testing.fake_engine import FakeHealth
 from tests.router.parts import FakeReplica, RawReplica, Router, replicas, router
 
@@ -218,7 +218,7 @@ async def test_clients_without_a_key_wait_for_no_turn_and_keep_none_from_an_admi
 
 async def test_a_replica_that_hangs_holds_no_verb_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request without a key held the verbs of all admins for as long as its replica did not answer: 300 s."""
-    monkeypatch.setattr(outcomes, "LOOK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(exchange, "LOOK_TIMEOUT_S", 0.3)
 
     async def silent(request: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)

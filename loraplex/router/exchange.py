@@ -1,13 +1,19 @@
-"""What passes of the heads of requests and answers, and what ends at the router."""
+"""An exchange with a replica: what passes of the heads of request and answer, and what came of a verb as a whole."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import quote
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.router.connection import Answer, Headers
+from loraplex.errors import LoraplexError
+from loraplex.router.connection import UNREADABLE, Answer, Headers
+from loraplex.router.replica import VERB_TIMEOUT_S, Replica
 from loraplex.server.request_id import HEADER
 
 SENT_HEADERS = frozenset(
@@ -42,6 +48,10 @@ CORS = b"access-control-"
 
 REPLICAS_HEADER = "X-Loraplex-Replicas"
 """Of a verb: the names of the replicas that it is for. Of an answer: of those that it is from."""
+
+MAX_ANSWER_BYTES = 2**20
+LOOK_TIMEOUT_S = 10.0
+"""For what a replica says of itself."""
 
 
 def target_of(request: Request) -> bytes:
@@ -83,3 +93,59 @@ def answer_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
 
 def _names_in(values: Iterable[bytes]) -> set[bytes]:
     return {name.strip().lower() for value in values for name in value.split(b",")}
+
+
+# ------------------------------------------------------------------------------------------------------ verbs
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a replica said; status 0: it was lost, and may have done it or not."""
+
+    replica: Replica
+    status: int
+    body: bytes = b""
+    headers: Headers = ()
+    reason: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def message(self) -> str:
+        if self.reason:
+            return self.reason
+        try:
+            return str(msgspec.json.decode(self.body)["error"]["message"])
+        except (*UNREADABLE, KeyError, TypeError):
+            return self.body[:200].decode(errors="replace")
+
+
+async def send(
+    method: str, target: bytes, headers: Headers, body: bytes, replica: Replica, timeout_s: float = VERB_TIMEOUT_S
+) -> Outcome:
+    """A verb, and its whole answer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await replica.send(method, target, headers, body, timeout_s)
+            answered = await answer.read(MAX_ANSWER_BYTES)
+    except TimeoutError:
+        return Outcome(replica, 0, reason=f"replica {replica.name} did not answer within {timeout_s:g} s")
+    except LoraplexError as error:
+        return Outcome(replica, 0, reason=str(error))
+    return Outcome(replica, answer.status, answered, answer_headers(answer))
+
+
+async def look(replica: Replica, path: bytes, headers: Headers) -> Outcome:
+    return await send("GET", path, headers, b"", replica, LOOK_TIMEOUT_S)
+
+
+def path_of(name: str, verb: str = "") -> bytes:
+    """Of an adapter's routes."""
+    return f"/v1/adapters/{quote(name, safe='')}{verb}".encode()
+
+
+def typed(headers: Headers) -> Headers:
+    """With the type of a JSON body."""
+    return [*headers, (b"content-type", b"application/json")]
