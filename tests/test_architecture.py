@@ -51,6 +51,7 @@ ORDER = (
     "progress",
     "lora_modules",
     "cli_help",
+    "serve",
     "twin",
     "cli",
     "__main__",
