@@ -94,8 +94,6 @@ def serve(
     adapter_root
         A directory that load requests may read, hf://ORG or s3://BUCKET/PREFIX; may be given several times.
     """
-    from loraplex.server.run import run_server
-
     names = served_model_name or (model.rstrip("/"),)
     modules = (
         *parse_lora_modules(lora_modules, base_names=names),
@@ -114,9 +112,7 @@ def serve(
         adapter_roots=adapter_root or None,
     )
     engine_config = _engine_config(model, engine, lora, enable_lora and merged is None, merged)
-    if (ray or RaySettings()) != RaySettings():
-        return _serve_on_ray(engine_config, config, modules, ray or RaySettings())
-    return run_server(lambda: start_engine(engine_config, config, modules), config, _in_options_of("serve"))
+    return _serve(engine_config, config, modules, ray or RaySettings())
 
 
 @app.command
@@ -539,15 +535,17 @@ def _merged_module(given: str | None, base_names: Sequence[str], is_alone: bool)
     return module
 
 
-def _serve_on_ray(
-    engine: EngineConfig, server: ServerConfig, modules: tuple[tuple[str, str], ...], settings: RaySettings
-) -> int:
-    if not settings.ray:
-        raise ConfigError("settings of Ray Serve are given, but it is off: leave them out, or give --ray")
-    from loraplex.serve.ray_run import run_on_ray
+def _serve(engine: EngineConfig, server: ServerConfig, modules: tuple[tuple[str, str], ...], ray: RaySettings) -> int:
+    if ray.ray:
+        from loraplex.serve.ray_run import run_on_ray
 
-    config = RayConfig(engine=engine, server=with_database(server), modules=modules, ray=settings)
-    return run_on_ray(config, _in_options_of("serve"))
+        config = RayConfig(engine=engine, server=with_database(server), modules=modules, ray=ray)
+        return run_on_ray(config, _in_options_of("serve"))
+    if ray != RaySettings():
+        raise ConfigError("settings of Ray Serve are given, but it is off: leave them out, or give --ray")
+    from loraplex.server.run import run_server
+
+    return run_server(lambda: start_engine(engine, server, modules), server, _in_options_of("serve"))
 
 
 def _serve_demo(port: int) -> int:

@@ -25,9 +25,13 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request whose body is whole. target: path as the client wrote it, without the query. replica: that it is for;
-    None: the policy says which."""
+    """A request whose body is whole.
 
+    front: the name of the ingress, another one for each. target: path as the client wrote it, without the query.
+    replica: that it is for; None: the policy says which.
+    """
+
+    front: str
     method: str
     target: bytes
     query: bytes

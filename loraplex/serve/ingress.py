@@ -35,7 +35,7 @@ from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, client_of
-from loraplex.server.request_id import USABLE
+from loraplex.server.request_id import USABLE, new_request_id
 from loraplex.server.streaming import EVENT_STREAM, sse, until_disconnect
 
 _log = logging.getLogger("loraplex.server")
@@ -66,6 +66,7 @@ class Ingress:
         self._base_names = frozenset(config.served_model_names)
         self._metrics = metrics
         self._off_loop = OffLoop()
+        self._name = new_request_id()
 
     def routes(self) -> list[Route]:
         return [
@@ -98,7 +99,7 @@ class Ingress:
                 needs = read() if is_short else await self._off_loop.run(client_of(request), read, len(body))
         if not self._fleet.num_running:
             raise _no_replica()
-        return Passed(self._fleet, self._metrics, request, _call(request, body, needs))
+        return Passed(self._fleet, self._metrics, request, _call(self._name, request, body, needs))
 
 
 class Passed(Response):
@@ -176,11 +177,12 @@ class Watch:
 _JSON = "application/json"
 
 
-def _call(request: Request, body: bytes, needs: Needs) -> Call:
+def _call(front: str, request: Request, body: bytes, needs: Needs) -> Call:
     scope = request.scope
     target: bytes = scope.get("raw_path") or scope["path"].encode()
     given = request.headers.get(REPLICA_HEADER)
     return Call(
+        front=front,
         method=request.method,
         target=target.partition(b"?")[0],
         query=scope["query_string"],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any
+from functools import partial
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -28,17 +29,24 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not th
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # between two rounds in which none had a place
         call = _call_of(pending_request)
-        if call is not None and call.replica in by_name:
-            return [[by_name[call.replica]]]
         needs = NO_NEEDS if call is None else call.needs
-        return [[by_name[name]] for name in self._choice.order(needs, by_name)]
+        is_named = call is not None and call.replica in by_name
+        names = [call.replica] if is_named else self._choice.order(needs, by_name, "" if call is None else call.front)
+        if pending_request is not None and names:
+            request_id = pending_request.metadata.internal_request_id
+            self._choice.begin(names[0], request_id, needs)  # the next choice is made before this request is sent
+            pending_request.future.add_done_callback(partial(self._settle, names[0], request_id, needs))
+        return [[by_name[name]] for name in names]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        call = _call_of(pending_request)
-        needs = NO_NEEDS if call is None else call.needs
-        self._choice.begin(replica_id.unique_id, pending_request.metadata.internal_request_id, needs)
+    def _settle(self, first: str, request_id: str, needs: Needs, chosen: asyncio.Future[RunningReplica]) -> None:
+        """The replica that has a place is known, or the request was called off."""
+        if chosen.cancelled() or chosen.exception() is not None:
+            self._choice.end(first, request_id)
+        else:
+            self._choice.begin(chosen.result().replica_id.unique_id, request_id, needs)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Also where the replica refused it."""
         self._choice.end(replica_id.unique_id, internal_request_id)
 
 

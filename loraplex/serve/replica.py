@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -40,6 +41,7 @@ class Replica:
         self._late = None if target_s is None else LateShare(target_s)
         self._numbers = itertools.count(1)
         self._figures = Figures()
+        self._num_by_front: Counter[str] = Counter()
         self._giving_up = asyncio.ensure_future(engine.wait_until_given_up())
 
     async def answer(self, call: Call) -> AsyncIterator[Head | bytes]:
@@ -57,10 +59,13 @@ class Replica:
             yield error_reply(error)
             return
         exchange = Exchange(self._app, call).answer()
+        self._num_by_front[call.front] += 1
         try:
             async for part in exchange:
                 yield Head(part.status, (*part.headers, own)) if isinstance(part, Head) else part
         finally:
+            self._num_by_front[call.front] -= 1
+            self._num_by_front += Counter()  # without those that have none
             await exchange.aclose()  # type: ignore[attr-defined]
 
     def check(self) -> None:
@@ -76,14 +81,16 @@ class Replica:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 stats = await self._engine.stats()
         except (LoraplexError, TimeoutError):  # it steps for longer, or is being restarted
-            self._figures = replace(self._figures, number=number, is_healthy=is_alive)
+            self._figures = replace(
+                self._figures, number=number, is_healthy=is_alive, num_by_front=dict(self._num_by_front)
+            )
             return asdict(self._figures)
         registry, memory = self._engine.registry, stats.memory
         self._figures = Figures(
             number=number,
             is_healthy=is_alive,
-            num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_by_front=dict(self._num_by_front),
             num_kv_blocks=memory.num_kv_blocks or None,
             num_free_kv_blocks=memory.num_free_kv_blocks if memory.num_kv_blocks else None,
             adapter_room=1.0 - min(1.0, max(0.0, memory.tier(Tier.DEVICE.value).pressure)),

@@ -100,15 +100,15 @@ class Cluster:
         self.program = Program("-c", _CLUSTER)
         self.address = self.program.line()
 
-    def replica_processes(self, application: str) -> dict[str, psutil.Process]:
-        """By name, those that are there."""
-        found = {}
+    def replica_processes(self, application: str) -> list[psutil.Process]:
+        """Those that are there, the first that was started first."""
+        found = []
         for process in psutil.Process(self.program.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 title = " ".join(process.cmdline())
                 if title.startswith(f"ray::ServeReplica:{application}:engines"):
-                    found[title] = process
-        return found
+                    found.append(process)
+        return sorted(found, key=lambda process: process.pid)
 
     def end(self) -> None:
         """With all that runs in it."""
