@@ -29,9 +29,8 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not th
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # between two rounds in which none had a place
         call = _call_of(pending_request)
-        needs = NO_NEEDS if call is None else call.needs
-        is_named = call is not None and call.replica in by_name
-        names = [call.replica] if is_named else self._choice.order(needs, by_name, "" if call is None else call.front)
+        needs, front, named = (NO_NEEDS, "", None) if call is None else (call.needs, call.front, call.replica)
+        names = [named] if named is not None and named in by_name else self._choice.order(needs, by_name, front)
         if pending_request is not None and names:
             request_id = pending_request.metadata.internal_request_id
             self._choice.begin(names[0], request_id, needs)  # the next choice is made before this request is sent

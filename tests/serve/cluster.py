@@ -28,13 +28,13 @@ sys.stdin.read()
 """
 
 _APPLICATION = """
-import json, ray, sys
+import itertools, json, ray, sys
 from ray import serve
 from loraplex.serve import build_app
 address, port, config = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 ray.init(address, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": port})
-for _ in ["first", *sys.stdin]:
+for _ in itertools.chain(["first"], sys.stdin):
     serve.run(build_app(config), name="proxied")
     print("ready", flush=True)
 """
