@@ -154,12 +154,13 @@ def create_ingress(
 
 
 class Watch:
-    """How many replicas run, asked for again and again in a thread until it is cancelled."""
+    """How many replicas run, asked for again and again in a thread until it is cancelled. Before the first look a
+    request may try."""
 
     def __init__(self, count: Callable[[], int], pause_s: float = 1.0) -> None:
         self._count = count
         self._pause_s = pause_s
-        self.num_running = 0
+        self.num_running = 1
 
     async def look(self) -> None:
         """One that fails says nothing."""

@@ -26,6 +26,9 @@ FIGURES_EVERY_S = 1.0
 LAST_WORDS_S = 10.0
 """After the grace for requests: for the end of the engine."""
 
+NUM_INGRESSES = 2
+"""So that one is there while the other is replaced."""
+
 START_TRIES = 3
 """Of a replica; what is wrong with its settings stays so."""
 
@@ -81,7 +84,7 @@ class RayFleet:
             is_over = True
         except BackPressureError as error:
             raise EngineOverloadedError(f"{error}; try again later") from error
-        except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError) as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             is_over = True
             raise ReplicaLostError(f"its process is gone ({type(error).__name__})") from error
         except DeploymentUnavailableError as error:
@@ -163,6 +166,7 @@ def application(config: RayConfig) -> serve.Application:
 
     ingress = serve.deployment(
         name="ingress",
+        num_replicas=min(NUM_INGRESSES, config.ray.ray_min_replicas),
         max_ongoing_requests=config.ray.max_replicas * config.ray.ray_replica_requests + 1000,
         graceful_shutdown_timeout_s=server.shutdown_grace_s + LAST_WORDS_S,
         logging_config={"enable_access_log": False},
