@@ -101,6 +101,14 @@ def count_running(application: str) -> int:
     return 0 if engines is None else engines.replica_states.get("RUNNING", 0)
 
 
+def failure(application: str) -> str:
+    """Why its engines did not start, as the last of them said."""
+    found = serve.status().applications.get(application)
+    engines = None if found is None else found.deployments.get(ENGINES)
+    lines = [] if engines is None else [line.strip() for line in engines.message.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error: " in line), "see the logs of Ray Serve")
+
+
 def engines(config: RayConfig) -> serve.Application:
     """The engines alone, for a front that has a handle of them."""
     ray_settings, server = config.ray, config.server

@@ -69,15 +69,15 @@ def _engines(config: RayConfig) -> Iterator[Callable[[], tuple[Fleet, Watch]]]:
     try:
         serve.start(proxy_location="Disabled")
         try:
-            handle = serve.run(ray_application.engines(config), name=name, route_prefix=None)
-        except RuntimeError as error:
-            raise ConfigError(f"the replicas did not start: {error}") from error
+            try:
+                handle = serve.run(ray_application.engines(config), name=name, route_prefix=None)
+            except RuntimeError as error:
+                raise ConfigError(f"the replicas did not start: {ray_application.failure(name)}") from error
 
-        def front() -> tuple[Fleet, Watch]:
-            watch = Watch(lambda: ray_application.count_running(name))
-            return ray_application.RayFleet(handle, watch), watch
+            def front() -> tuple[Fleet, Watch]:
+                watch = Watch(lambda: ray_application.count_running(name))
+                return ray_application.RayFleet(handle, watch), watch
 
-        try:
             yield front
         finally:
             serve.delete(name)
@@ -122,4 +122,4 @@ def _announce(sock: socket.socket, watch: Watch, config: ServerConfig) -> None:
     address = f"[{host}]" if ":" in host else host
     scheme, served = "http" if config.ssl_certfile is None else "https", ", ".join(config.served_model_names)
     count = watch.num_running
-    print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} ({count} replicas on Ray)", flush=True)
+    print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} (replicas on Ray: {count})", flush=True)
