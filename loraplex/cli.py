@@ -531,7 +531,7 @@ def _merged_module(given: str | None, base_names: Sequence[str], is_alone: bool)
     if not is_alone:
         raise ConfigError("merge_adapter serves one adapter alone: leave other adapters and their settings out")
     (module,) = parse_lora_modules((given,), base_names=base_names, is_name_optional=True)
-    check_lora_modules([module], base_names)
+    check_lora_modules([module], base_names, "--merge-adapter")
     return module
 
 

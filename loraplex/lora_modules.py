@@ -39,8 +39,9 @@ def parse_lora_modules(
     )
 
 
-def check_lora_modules(modules: Iterable[tuple[str, str]], base_names: Sequence[str]) -> None:
-    """Raises ConfigError for a name of two adapters, and for one that the registry would refuse."""
+def check_lora_modules(modules: Iterable[tuple[str, str]], base_names: Sequence[str], options: str = OPTIONS) -> None:
+    """Raises ConfigError for a name of two adapters, and for one that the registry would refuse. options: what gave
+    them."""
     from loraplex.adapters.registry.adapter_name import check_adapter_name
 
     path_of: dict[str, str] = {}
@@ -48,11 +49,11 @@ def check_lora_modules(modules: Iterable[tuple[str, str]], base_names: Sequence[
         try:
             check_adapter_name(name, base_names)
         except LoraplexError as error:
-            raise ConfigError(f"{OPTIONS}, path {path!r}: {error}") from error
+            raise ConfigError(f"{options}, path {path!r}: {error}") from error
         first = path_of.setdefault(name, path)
         if first.rstrip("/") != path.rstrip("/"):
             raise ConfigError(
-                f"{OPTIONS}: adapter {name!r} is given twice, as {first!r} and as {path!r}; give each a name of its own"
+                f"{options}: adapter {name!r} is given twice, as {first!r} and as {path!r}; give each a name of its own"
             )
 
 

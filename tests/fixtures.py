@@ -124,6 +124,7 @@ OWN_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any], int | None]] = {
         {**_ON_Q, "target_modules": "all-linear", "modules_to_save": ["0.self_attn.q_proj", "k_proj", "down_proj"]},
         None,
     ),
+    "a saved linear, all biases": ("LoraConfig", {**_ON_Q, "modules_to_save": ["v_proj"], "bias": "all"}, None),
     "a saved MLP": ("LoraConfig", {**_ON_Q, "modules_to_save": ["layers.0.mlp"]}, None),
     "IA3 with a saved head": (
         "IA3Config",
@@ -138,6 +139,11 @@ OWN_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any], int | None]] = {
     ),
     "trained tokens of the head": ("LoraConfig", {**_ON_Q, "trainable_token_indices": {"lm_head": _SOME_TOKENS}}, None),
     "TrainableTokens": ("TrainableTokensConfig", {"token_indices": _SOME_TOKENS}, None),
+    "added tokens, saved, tied": (
+        "LoraConfig",
+        {**_ON_Q, "modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+        VOCAB_SIZE + 200,
+    ),
     "LN tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm", "norm"]}, None),
     "added tokens": ("LoraConfig", _ON_Q, VOCAB_SIZE + 200),
     "added tokens, LoRA of both": ("LoraConfig", {**_ON_Q, "target_modules": _SAVED}, VOCAB_SIZE + 200),

@@ -543,7 +543,9 @@ class ConfigReader:
                 self._refuse("lora_bias", f"lora_bias=True with {text}: peft does not load that; set it to true")
         elif isinstance(value, str) and value.lower().startswith(INIT_THAT_CHANGES_BASE):
             remedy = MERGE
-            if not value.lower().startswith("loftq"):
+            if self.fields.get("use_dora") is True:
+                remedy = f"peft's conversion drops the magnitudes of use_dora, so {MERGE}"
+            elif not value.lower().startswith("loftq"):
                 call = "model.save_pretrained(path, path_initial_model_for_weight_conversion=initial)"
                 remedy = f"convert it with {call}, where initial is the adapter as it was saved before training"
             self._refuse("init_lora_weights", f"{text} changes the base weights; {remedy}")

@@ -12,7 +12,9 @@ from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
 from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import (
+    BASE_BIAS,
     BASE_WEIGHT,
+    BIAS_COPY,
     COPY,
     OWN_PARTS,
     PARTS,
@@ -300,6 +302,8 @@ def _own_facts(names: dict[TensorName, TensorEntry]) -> tuple[OwnFact, ...]:
             known = "projections, kept once for all adapters with equal ones (CPU)", "all, once for all such rows"
         if name.part == BASE_WEIGHT and TensorName(name.module, COPY) in names:
             known = "a layer as it was before training", "none of it"
+        elif name.part in (BIAS_COPY, BASE_BIAS):
+            known = "biases of saved linears once more, or as they were before training", "none of it"
         elif known is None and leaf == _OF_HEAD and name.part not in ("bias", *OWN_PARTS):
             known = "an adapter of the output layer", f"all of it, {_SAMPLED}"
         elif known is None and name.part in OWN_PARTS:
@@ -362,12 +366,15 @@ def _uncalled_own(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> I
     modules = tuple({name.module for name in names if name.part in OWN_PARTS})
     is_tuning = helper.kind is Kind.LN_TUNING
     saved = helper.match_saved(modules).keys() | (helper.match_modules(modules) if is_tuning else frozenset())
+    ends = {module for module in modules if module.rpartition(".")[2] in (_OF_EMBEDDING, _OF_HEAD)}
+    if helper.ensure_weight_tying and not saved.isdisjoint(ends):
+        saved |= ends
     for name, entry in names.items():
-        is_end = name.module.rpartition(".")[2] in (_OF_EMBEDDING, _OF_HEAD)
+        is_end = name.module in ends
         is_called = {
             WEIGHT: is_end or name.module in saved,
             BASE_WEIGHT: is_end,
-            COPY: name.module in saved,
+            **dict.fromkeys((COPY, BIAS_COPY, BASE_BIAS), name.module in saved),
             TOKENS: bool(helper.token_indices),
         }.get(name.part, True)
         if not is_called:

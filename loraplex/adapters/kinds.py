@@ -155,7 +155,10 @@ PARTS: dict[Kind, dict[str, str]] = {
 """Short names -> parts of a module. Of a LoRA, the short names are the fields of a layer, but for embeddings."""
 
 WEIGHT, BASE_WEIGHT, COPY, TOKENS = "weight", "base_layer.weight", "modules_to_save.weight", "trainable_tokens_delta"
-OWN_PARTS = (WEIGHT, BASE_WEIGHT, COPY, TOKENS)
+BIAS_COPY, BASE_BIAS = "modules_to_save.bias", "original_module.bias"
+"""What peft writes beside the bias of a saved linear when `bias` is "all": it once more, and the one before."""
+
+OWN_PARTS = (WEIGHT, BASE_WEIGHT, COPY, TOKENS, BIAS_COPY, BASE_BIAS)
 
 SHARED = {f"base_model.{part}{end}": part for part in ("vera_A", "vera_B") for end in ("", ".default")}
 """Names of tensors that all modules of an adapter share -> parts; their module is "" (VeRA)."""
@@ -177,6 +180,8 @@ _OWN_NAMES = (
     (".base_layer.weight", BASE_WEIGHT, None),
     (".original_module.weight", BASE_WEIGHT, None),
     (".modules_to_save.weight", COPY, None),
+    (".modules_to_save.bias", BIAS_COPY, None),
+    (".original_module.bias", BASE_BIAS, None),
     (".token_adapter.trainable_tokens_delta", TOKENS, None),
     (".trainable_tokens_delta", TOKENS, Kind.TRAINABLE_TOKENS),
     (".ln_tuning_layers.weight", WEIGHT, Kind.LN_TUNING),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import BASE_WEIGHT, COPY, OWN_PARTS, TOKENS, WEIGHT, Kind, TensorName
+from loraplex.adapters.kinds import BASE_BIAS, BASE_WEIGHT, BIAS_COPY, COPY, OWN_PARTS, TOKENS, WEIGHT, Kind, TensorName
 from loraplex.core import LoraTarget, ShardKind
 from loraplex.errors import shown
 
@@ -88,13 +88,14 @@ class OwnParts:
     """What a file has of its own, by module. shapes: of the tensors that are used; equal: what must be the same.
 
     vocab_size: of the adapter; 0 where the base has neither an embedding nor a head. targeted: what the kind itself
-    changes; ensure_weight_tying adds the other end.
+    changes; ensure_weight_tying adds the other end. is_whole: as of `TensorCheck`.
     """
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
     names: Mapping[TensorName, TensorEntry]
     targeted: frozenset[str]
+    is_whole: bool = True
     parts: dict[str, OwnPart] = field(default_factory=dict)
     shapes: dict[TensorName, tuple[int, ...]] = field(default_factory=dict)
     equal: list[Equal] = field(default_factory=list)
@@ -143,7 +144,7 @@ class OwnParts:
         named = self.helper.match_saved(tuple(self.base))
         hits = frozenset(entry for entries in named.values() for entry in entries)
         for entry in self.helper.modules_to_save:
-            if entry not in hits:
+            if entry not in hits and self.is_whole:
                 text = "names no module of the base model that an adapter can have of its own; remove it"
                 self.reasons.append(f"modules_to_save: {shown(entry)} {text}")
         self.saved = frozenset(named)
@@ -165,7 +166,8 @@ class OwnParts:
                 for module, ends in named.items()
                 if len(ends) > 1
             )
-            for end in by_end.keys() - {end for ends in named.values() for end in ends}:
+            unknown = by_end.keys() - {end for ends in named.values() for end in ends} if self.is_whole else ()
+            for end in unknown:
                 text = "names no module of the base model that has tokens"
                 self.reasons.append(f"trainable_token_indices: {shown(end)} {text}; remove it")
             found = {module: by_end[min(ends)] for module, ends in named.items()}
@@ -248,7 +250,10 @@ class OwnParts:
             part, added = self.parts.get(module, OwnPart()), range(self.base_vocab_size, self.vocab_size)
             if part.weight is None and (len(added) > len(part.token_ids) or not set(added) <= set(part.token_ids)):
                 text = f"the file has no rows of it for the {len(added)} tokens that the adapter adds"
-                self.reasons.append(f"{module}: {text}; save it with save_embedding_layers=True")
+                remedy = "save it with save_embedding_layers=True"
+                if self.targeted.intersection(self._ends) - {module}:  # peft saves what is targeted then, and no other
+                    remedy = "train with both ends in target_modules, or with this one in modules_to_save"
+                self.reasons.append(f"{module}: {text}; {remedy}")
 
     def _check_activation(self) -> None:
         """Of an aLoRA, rows before the invocation are the base's, from the embedding to the KV."""
@@ -285,11 +290,20 @@ class OwnParts:
         if name in self.names:
             self._use(module, name)
             self._may_equal(name, TensorName(module, COPY))
+            self._use_biases(module)
             return name
         self.reasons.append(
             f"{module}: the file has no weight, which {self._calling} calls for; save the adapter again"
         )
         return None
+
+    def _use_biases(self, module: str) -> None:
+        """Those beside the module's own, which is checked with all biases."""
+        bias, copy, old = (TensorName(module, part) for part in ("bias", BIAS_COPY, BASE_BIAS))
+        present = {copy, old} & self.names.keys() if bias in self.names else set()
+        self.shapes.update(dict.fromkeys(present, (self.base[module].out_features,)))
+        if copy in present:
+            self.equal.append(Equal(bias, copy))
 
     @property
     def _calling(self) -> str:

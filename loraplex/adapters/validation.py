@@ -78,13 +78,15 @@ class TensorCheck:
     say, width -> {(the file's, the base's)}; agreed: widths that a tensor of the file has as the base has them. costs:
     what each module that the configuration names is served as; inputs: those whose inputs IA3 multiplies; own: what is
     in place of the base's; extra_vocab_size: the most tokens that may be added.
-    keeps_projections: whether VeRA's A and B are not multiplied out.
+    keeps_projections: whether VeRA's A and B are not multiplied out. is_whole: `base` has all modules of a base model,
+    not those alone that the file has.
     """
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
     extra_vocab_size: int = 0
     keeps_projections: bool = False
+    is_whole: bool = True
     names: dict[TensorName, TensorEntry] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -155,7 +157,7 @@ class TensorCheck:
         else:
             matched = helper.match_modules((*adaptable, *unsupported))
             self._check_targets(matched, adaptable, unsupported)
-        self.own = OwnParts(helper, self.base, self.names, matched & self.base.keys())
+        self.own = OwnParts(helper, self.base, self.names, matched & self.base.keys(), self.is_whole)
         matched = self.own.targeted
         self.reasons.extend(self.own.reasons)
         numbers = helper.numbers(sorted(matched))
@@ -300,7 +302,7 @@ class TensorCheck:
     def _check_targets(self, matched: frozenset[str], adaptable: tuple[str, ...], unsupported: tuple[str, ...]) -> None:
         if not matched:
             self.reasons.append(f"target_modules={shown(self.helper.target_modules)} names no module of the base model")
-        for entry in self.helper.unmatched_targets((*adaptable, *unsupported)):
+        for entry in self.helper.unmatched_targets((*adaptable, *unsupported)) if self.is_whole else ():
             self.reasons.append(f"target_modules: {shown(entry)} names no module of the base model; remove it")
         text = "adapters on embeddings and the output layer are not supported yet"
         self.reasons.extend(f"target_modules names {module!r}: {text}" for module in unsupported if module in matched)
@@ -329,7 +331,8 @@ class TensorCheck:
                 text = f"{module}: the file has no {part}{WHY_CALLED.get(part, '')}"
                 self.reasons.append(f"{text}; save the adapter again")
         for part in found:
-            if part not in wanted:
+            is_said = is_embedding and self.helper.use_dora  # why an embedding has no magnitude
+            if part not in wanted and not is_said:
                 self.reasons.append(f"{module}: the file has {part} but {why_uncalled(part, wanted)}")
 
     def _fits_other_widths(self, module: str, rank: int, found: Mapping[str, TensorEntry]) -> bool:

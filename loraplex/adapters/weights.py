@@ -301,11 +301,14 @@ class CheckedReader:
         lora_config: LoRAConfig,
         long_contexts: LongContexts | None = None,
         keeps_projections: bool = False,
+        is_whole: bool = True,
     ) -> None:
-        """keeps_projections: VeRA's shared A and B stay what they are; else each module gets an A and a B."""
+        """keeps_projections: VeRA's shared A and B stay what they are; else each module gets an A and a B. is_whole:
+        whether `targets` are all of a base model, not those alone that a file has."""
         self.lora_config = lora_config
         self._long_contexts = long_contexts
         self._keeps_projections = keeps_projections
+        self._is_whole = is_whole
         self._base = base_modules(targets)
         self.max_tensors = max(MIN_TENSORS, len(self._base) * MAX_PARTS)
         """With spare, so that messages say what is wrong."""
@@ -345,7 +348,8 @@ class CheckedReader:
             text = "grew while it was read; load it again when it is complete"
             raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
         keeps_projections = self._keeps_projections and helper.kind is Kind.VERA
-        check = TensorCheck(helper, self._base, self.lora_config.lora_extra_vocab_size, keeps_projections)
+        extra_vocab_size = self.lora_config.lora_extra_vocab_size
+        check = TensorCheck(helper, self._base, extra_vocab_size, keeps_projections, self._is_whole)
         key = _key(file, helper)
         blueprint, reasons = self._get(key), helper.reasons(self.lora_config)
         reasons += [] if self._long_contexts is None else helper.context_reasons(self._long_contexts)

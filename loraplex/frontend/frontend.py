@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
@@ -22,7 +23,7 @@ from loraplex.core import (
     MixPart,
     mix_digest,
 )
-from loraplex.errors import InvalidRequestError, LoraDisabledError
+from loraplex.errors import InvalidRequestError, LoraDisabledError, shortened
 from loraplex.text.adapter_text import AdapterTexts
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
@@ -175,6 +176,9 @@ def make_front(
 
     directory, has_defaults = config.tokenizer or info.model_path, config.generation_config == "auto"
     texts = texts_beside(info.model_path, info.vocab_size, directory, has_defaults)
+    if config.merge_adapter is not None:
+        source = AdapterSource()
+        texts.take_for_base(AdapterFolder(source.fetch(config.merge_adapter), shortened(config.merge_adapter)))
     base = texts.of(None)
     registry = None
     if config.lora is not None and store is not None:

@@ -94,6 +94,10 @@ class AdapterTexts:
         """End the processes of chat templates."""
         self._templates.close()
 
+    def take_for_base(self, folder: AdapterFolder) -> None:
+        """The base's text is this adapter's from now on, since it is merged into the base. Raises as `read`."""
+        self._base = self.of(self.read(folder, None))
+
     # ---------------------------------------------------------------------------------------------- files to a document
 
     def read(self, folder: AdapterFolder, vocab_size: int | None) -> AdapterText | None:

@@ -54,6 +54,8 @@ FIRST_ADAPTER_ID = 1 << 20
 
 FIRST_TOKEN_ID = 3
 LOAD_ROUNDS = 3
+MAX_RATIOS = 4096
+"""Of steps that the calibration keeps; the last ones."""
 
 Tell = Callable[[str, float], None]
 """(what is measured, the share of the time that is over)."""
@@ -109,6 +111,7 @@ class _Bench:
         self._request_ids = itertools.count()
         self._draw = random.Random(0)
         self._samples: list[Sample] = []
+        self._seen: list[Sample] = []
         self._plan: SchedulePlan | None = None
         self._rank_of: dict[int, int] = {}
         self._ids_of: dict[int, list[int]] = {}
@@ -121,6 +124,7 @@ class _Bench:
         fitted, held_out = self._measure_steps(ends_s, seconds, tell)
         model = StepModel.fit([each.work for each in fitted], [each.ms for each in fitted])
         errors = model.errors([each.work for each in held_out], [each.ms for each in held_out])
+        ratios = [sample.ms / model.ms(sample.work) for sample in self._seen][-MAX_RATIOS:]
         info = self._core.info
         block_bytes = self._core.memory_report().kv_block_bytes
         return Calibration(
@@ -134,6 +138,7 @@ class _Bench:
             error_p50=float(np.percentile(errors, 50)),
             error_p90=float(np.percentile(errors, 90)),
             num_steps=len(fitted),
+            step_ratios=tuple(round(ratio, 3) for ratio in ratios),
             block_bytes=block_bytes,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
@@ -226,6 +231,7 @@ class _Bench:
             token_s = max(token_s, self._token_s())
             if number > 0:  # the first one warms up
                 (held_out if number % HELD_OUT == 0 else fitted).extend(self._samples)
+                self._seen.extend(self._samples)
             number += 1
         return fitted, held_out
 

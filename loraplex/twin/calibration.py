@@ -10,12 +10,21 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loraplex.errors import ConfigError
 from loraplex.kernels.slices import align
 from loraplex.twin.step_model import FEATURES, StepModel
 
-FORMAT = 1
+FORMAT = 2
 """Of the file. Another one is refused."""
+
+MAX_FILE_BYTES = 2**20
+MAX_TEXT_CHARS = 4096
+MAX_MS = 1e8
+MAX_BYTES = 2**50
+MAX_RANK = 512
+_MOST = {"block_bytes": 2**32, "block_size": 2**16, "max_model_len": 2**32, "num_extents": 2**16, "num_threads": 2**16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,8 @@ class Calibration:
     """A model on a machine, with the settings of an engine.
 
     step_ms: coefficient of each feature (step_model.FEATURES). error_p50, error_p90: of steps that the fit did not see,
-    relative; num_steps: that it saw. has_one_memory: kernels read host memory (a CPU). block_bytes: of a KV block of
+    relative; num_steps: that it saw. step_ratios: measured over predicted, of steps in their order, since a machine's
+    slow moments last for several. has_one_memory: kernels read host memory (a CPU). block_bytes: of a KV block of
     block_size tokens. adapter_bytes: packed, by rank, on all linears, in num_extents equal pieces. source, disk: how
     long a load takes from there; copy: from the host to a device with memory of its own.
     """
@@ -49,6 +59,7 @@ class Calibration:
     error_p50: float
     error_p90: float
     num_steps: int
+    step_ratios: tuple[float, ...]
     block_bytes: int
     block_size: int
     max_model_len: int
@@ -79,8 +90,12 @@ class Calibration:
     def read(cls, path: Path) -> Calibration:
         """Raises ConfigError for a file that is none."""
         try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+            found = json.loads(data)
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"calibration {str(path)!r} cannot be read: {error}; `loraplex calibrate` makes one"
             ) from error
@@ -92,21 +107,33 @@ class Calibration:
         if not isinstance(found, dict) or found.get("format") != FORMAT or found.keys() != wanted:
             raise ConfigError(f"{path!r} is no calibration of this version: make it again with `loraplex calibrate`")
         try:
-            found["adapter_bytes"] = {int(rank): int(nbytes) for rank, nbytes in found["adapter_bytes"].items()}
-            for name in ("source", "disk", "copy"):
-                found[name] = ReadTime(**found[name])
-            made = cls(**found)
-            is_fine = all(_is_positive(made.step_ms[name], least=0.0) for name in FEATURES) and made.adapter_bytes
-            positive = (made.block_bytes, made.block_size, made.max_model_len, made.num_extents)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"calibration {path!r} is damaged: {type(error).__name__}: {error}") from error
-        if not is_fine or not all(_is_positive(each, least=1) for each in positive):
-            raise ConfigError(f"calibration {path!r} is damaged: a coefficient or a size is no number that can be")
+            made = msgspec.convert(found, cls, str_keys=True)
+            for name in ("source", "disk", "copy"):  # msgspec passes over unknown names
+                if found[name].keys() != {"open_s", "byte_s"}:
+                    raise msgspec.ValidationError(f"{name} has open_s and byte_s, got {sorted(found[name])[:3]}")
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise ConfigError(f"calibration {path!r} is damaged: {error}") from error
+        odd = made._odd()
+        if odd:
+            raise ConfigError(f"calibration {path!r} is damaged: {odd} is nothing that was measured")
         return made
 
-
-def _is_positive(value: object, least: float) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= least
+    def _odd(self) -> str:
+        """The field that cannot be; none: empty."""
+        for name in ("model", "machine", "device", "backend", "dtype"):
+            text: str = getattr(self, name)
+            if not text.isprintable() or len(text) > MAX_TEXT_CHARS:
+                return name
+        for name, most in _MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                return name
+        times = [*(self.step_ms.get(name, -1.0) for name in FEATURES), *self.step_ratios]
+        times += [1e3 * each for read in (self.source, self.disk, self.copy) for each in (read.open_s, read.byte_s)]
+        if not all(0 <= each <= MAX_MS for each in times):
+            return "a time"
+        sizes = self.adapter_bytes.items()
+        is_sized = sizes and all(1 <= rank <= MAX_RANK and 1 <= nbytes <= MAX_BYTES for rank, nbytes in sizes)
+        return "" if is_sized else "adapter_bytes"
 
 
 def _between(points: Mapping[int, int], at: int) -> float:

@@ -24,6 +24,7 @@ from loraplex.memory.space.arena import Arena
 from loraplex.performance.profiler import Profiler
 from loraplex.twin.calibration import Calibration
 from loraplex.twin.settings import TwinSettings
+from loraplex.twin.step_model import Disturbances
 from loraplex.twin.virtual import TARGET, VirtualClock, VirtualCopies, VirtualLoader, VirtualReader, VirtualRunner
 
 VOCAB_SIZE = 1 << 20
@@ -56,8 +57,10 @@ class TwinEngine:
     blocks: KVBlockAllocator
 
     @classmethod
-    def build(cls, calibration: Calibration, settings: TwinSettings, rank_of: Mapping[int, int]) -> TwinEngine:
-        """rank_of: of each adapter id; they are unknown to the engine until `register`."""
+    def build(
+        cls, calibration: Calibration, settings: TwinSettings, rank_of: Mapping[int, int], seed: int
+    ) -> TwinEngine:
+        """rank_of: of each adapter id; they are unknown to the engine until `register`. seed: of disturbed steps."""
         config = settings.engine_config(calibration.model, calibration.block_size)
         assert config.lora is not None
         clock = VirtualClock()
@@ -77,7 +80,8 @@ class TwinEngine:
         )
         manager.on_digest_dropped = scheduler.forget_kv
         model, block_bytes = calibration.step_model(), calibration.block_bytes
-        runner = VirtualRunner(model, clock, rank_of, manager.prepare_step, copies, block_bytes)
+        disturbances = Disturbances(calibration.step_ratios, seed)
+        runner = VirtualRunner(model, disturbances, clock, rank_of, manager.prepare_step, copies, block_bytes)
         caretaker = make_caretaker(
             config, manager, scheduler, blocks, runner, events, VOCAB_SIZE, clock=clock, pressure=lambda: None
         )

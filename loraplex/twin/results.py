@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class SimulationResult:
         return {**asdict(self), "hit_rate": self.hit_rate, "mean_utilization": self.mean_utilization}
 
     def table(self, title: str) -> Table:
-        table = Table(title=title, title_justify="left", show_header=False)
+        table = Table(title=Text(title, "table.title"), title_justify="left", show_header=False)
         table.add_column("figure")
         table.add_column("value", justify="right")
         for name, value in self._rows():

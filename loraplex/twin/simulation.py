@@ -126,7 +126,7 @@ class Simulation:
         self._rank_of = {number + 1: workload.rank_of(number) for number in range(num_adapters)}
         self._runners = []
         for number in range(settings.runners):
-            engine = TwinEngine.build(calibration, settings, self._rank_of)
+            engine = TwinEngine.build(calibration, settings, self._rank_of, workload.seed + number)
             engine.core.watch_steps(partial(self._see, number, engine))
             self._runners.append(_Runner(str(number), engine, settings.max_num_seqs, calibration.block_size))
         self._begin_s = self._register(calibration, settings.start == "loaded")

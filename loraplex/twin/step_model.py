@@ -10,6 +10,7 @@ it, and their sum can bend either way. It never falls with more work.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,10 @@ FEATURES = (
 TRIM_ROUNDS = 3
 TRIM_ABOVE = 3.0
 """A measured step that is off by so many times the median error was disturbed: the fit leaves it out."""
+
+
+RUN_STEPS = 32
+"""Steps in turn that are disturbed as measured ones were."""
 
 
 class StepWork(NamedTuple):
@@ -127,6 +132,28 @@ class StepModel:
             used = errors <= TRIM_ABOVE * max(float(np.median(errors)), 1e-9)
             model = cls(nnls(rows[used] / measured[used, None], np.ones(int(used.sum()))))
         return model
+
+
+class Disturbances:
+    """What the next step takes over what the model says: runs of RUN_STEPS measured ratios, each from a drawn place.
+
+    The median of the ratios is about 1, and their mean is above it: other load on a machine makes steps slower, for
+    several steps in turn. Without ratios every step takes what the model says. This is a block bootstrap (Künsch,
+    Annals of Statistics 17, 1989).
+    """
+
+    def __init__(self, ratios: Sequence[float], seed: int) -> None:
+        self._ratios = ratios
+        self._draw = random.Random(seed)
+        self._run: list[float] = []
+
+    def next(self) -> float:
+        if not self._ratios:
+            return 1.0
+        if not self._run:
+            begin = self._draw.randrange(len(self._ratios))
+            self._run = list(self._ratios[begin : begin + RUN_STEPS])[::-1]
+        return self._run.pop()
 
 
 def nnls(matrix: Floats, target: Floats) -> Floats:

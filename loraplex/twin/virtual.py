@@ -20,7 +20,7 @@ from loraplex.memory.weights.loading import JobRun, LoadedWeights, Reserve
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout
 from loraplex.metrics import KernelSpeedup
 from loraplex.twin.calibration import Calibration, ReadTime
-from loraplex.twin.step_model import StepModel, StepWork
+from loraplex.twin.step_model import Disturbances, StepModel, StepWork
 
 TOKEN_ID = 2
 TARGET = LoraTarget("model.layers.0.twin", 0, 16, 16, (LoraSlice("model.layers.0.twin", 0, 16, 16),))
@@ -201,6 +201,7 @@ class VirtualRunner:
     def __init__(
         self,
         model: StepModel,
+        disturbances: Disturbances,
         clock: VirtualClock,
         rank_of: Mapping[int, int],
         prepare: Callable[[Iterable[int]], StepGate | None],
@@ -208,6 +209,7 @@ class VirtualRunner:
         kv_block_bytes: int,
     ) -> None:
         self._model = model
+        self._disturbances = disturbances
         self._clock = clock
         self._rank_of = rank_of
         self._prepare = prepare
@@ -218,7 +220,7 @@ class VirtualRunner:
         self.num_steps = 0
 
     def launch(self, plan: SchedulePlan) -> VirtualStep:
-        seconds = 1e-3 * self._model.ms(StepWork.of(plan, self._rank_of))
+        seconds = 1e-3 * self._model.ms(StepWork.of(plan, self._rank_of)) * self._disturbances.next()
         began_s = max(self._clock.now_s, self._free_s)
         ends_s = began_s + seconds
         if self._copies is not None:

@@ -15,6 +15,8 @@ from loraplex.errors import ConfigError
 
 MAX_REQUESTS = 20_000_000
 MAX_TOKENS = 1 << 20
+MAX_DIGITS = 7
+MAX_ADAPTERS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Workload:
             for each in fields(self):
                 is_given = each.name in drawn and getattr(self, each.name) != each.default
                 _require(not is_given, f"{each.name} is the trace's: leave it out, or the trace")
-        _require(self.adapters >= 0, f"adapters must be >= 0, got {self.adapters}")
+        _require(0 <= self.adapters <= MAX_ADAPTERS, f"adapters must be 0..{MAX_ADAPTERS}, got {self.adapters}")
         _require(0 <= self.zipf <= 10, f"zipf must be 0..10, got {self.zipf}")
         _require(0 <= self.base_share <= 1, f"base_share must be 0..1, got {self.base_share}")
         _require(0 < self.rate <= 1e6, f"rate must be > 0 and at most 1000000, got {self.rate}")
@@ -169,7 +171,7 @@ def _row(path: Path, number: int, line: str, numbers: dict[str, int]) -> tuple[f
         fields = json.loads(line)
         at_s, name = float(fields["at_s"]), fields["adapter"]
         prompt, output = int(fields["prompt_tokens"]), int(fields["output_tokens"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"trace {str(path)!r}, line {number}: {type(error).__name__}: {error}; a line is "
             '{"at_s": 0.5, "adapter": "sql", "prompt_tokens": 64, "output_tokens": 64}'
@@ -185,11 +187,11 @@ def _row(path: Path, number: int, line: str, numbers: dict[str, int]) -> tuple[f
 def lengths(name: str, text: str) -> tuple[int, int]:
     """`64` or `32-128` as two bounds. Raises ConfigError."""
     low, dash, high = text.partition("-")
-    is_number = low.isdecimal() and (high.isdecimal() if dash else True)
+    is_number = low.isdecimal() and (high.isdecimal() if dash else True) and len(text) <= 2 * MAX_DIGITS + 1
     bounds = (int(low), int(high if dash else low)) if is_number else (0, 0)
     _require(
         1 <= bounds[0] <= bounds[1] <= MAX_TOKENS,
-        f"{name} must be a number or LOW-HIGH, 1..{MAX_TOKENS}, got {text!r}",
+        f"{name} must be a number or LOW-HIGH, 1..{MAX_TOKENS}, got {text[:40]!r}",
     )
     return bounds
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -381,6 +384,105 @@ def test_a_store_that_is_away_or_slow(
     object_store._store.cache_clear()
     with pytest.raises((AdapterFetchError, AdapterFetchTimeoutError)):
         AdapterSource((), timeout_s=8.0, object_folder=tmp_path / "objects").fetch(ADAPTER)
+
+
+class HostileStore(BaseHTTPRequestHandler):
+    """What a list of a bucket, and an object of it, are is in the bucket's name."""
+
+    protocol_version = "HTTP/1.0"
+    asked: ClassVar[list[str]] = []
+    sent_bytes: ClassVar[Counter[str]] = Counter()
+    elsewhere: ClassVar[str] = ""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        bucket, _, key = self.path.lstrip("/").partition("?")[0].partition("/")
+        self.asked.append(self.path)
+        if bucket.startswith("redirected") and (key or "objects" not in bucket):
+            self._answer(307, b"<Error><Code>TemporaryRedirect</Code></Error>", Location=f"{self.elsewhere}/evil")
+        elif not key:
+            self._list(bucket)
+        elif bucket == "broken":
+            self._answer(200, b"short", Content_Length="100", Hold="1")
+
+    def _list(self, bucket: str) -> None:
+        tag = "x&#13;&#10;X-Other: 1" if bucket == "line-ends" else "&quot;x&quot;"
+        names = (f"model-{number}" for number in range(1001)) if bucket == "crowded" else (CONFIG, WEIGHTS)
+        entities = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10 if n else "x" * 99}">' for n in range(5))
+        head = f"<!DOCTYPE x [{entities}]>" if bucket == "entities" else ""
+        item = "<Contents><Key>{}</Key><Size>100</Size><ETag>{}</ETag></Contents>"
+        body = "".join(item.format(name, tag) for name in names)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"{head}<ListBucketResult><IsTruncated>false</IsTruncated>{body}".encode())
+        filler = {"endless": b" " * 2**16, "tags": b"<a/>" * 2**12}.get(bucket)
+        with suppress(OSError):
+            while filler is not None and self.sent_bytes[bucket] < 2**28:
+                self.wfile.write(filler)
+                self.sent_bytes[bucket] += len(filler)
+        with suppress(OSError):
+            self.wfile.write(b"</ListBucketResult>")
+
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        is_held = headers.pop("Hold", None)
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+        if is_held:
+            time.sleep(2)
+
+
+@pytest.fixture
+def hostile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HostileStore]]:
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), HostileStore) for _ in range(2)]
+    places = [f"http://127.0.0.1:{each.server_address[1]}" for each in servers]
+    for each in servers:
+        threading.Thread(target=each.serve_forever, daemon=True).start()
+    monkeypatch.setattr(HostileStore, "asked", [])
+    monkeypatch.setattr(HostileStore, "sent_bytes", Counter())
+    monkeypatch.setattr(HostileStore, "elsewhere", places[1])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", places[0])
+    object_store._store.cache_clear()
+    yield HostileStore
+    for each in servers:
+        each.shutdown()
+        each.server_close()
+
+
+@pytest.mark.parametrize("bucket", ["redirected", "redirected-objects"])
+def test_a_redirect_of_the_store_is_not_followed(
+    hostile: type[HostileStore], source: AdapterSource, bucket: str
+) -> None:
+    with pytest.raises(AdapterLoadError):
+        source.fetch(f"s3://{bucket}")
+    assert hostile.asked, "the store was asked"
+    assert not [path for path in hostile.asked if "evil" in path]
+
+
+@pytest.mark.parametrize("bucket", ["endless", "tags", "entities"])
+def test_a_list_without_an_end_is_not_read_on(hostile: type[HostileStore], source: AdapterSource, bucket: str) -> None:
+    with pytest.raises(AdapterFileFormatError, match="the store's answer is no list of at most 1000 objects"):
+        source.fetch(f"s3://{bucket}")
+    assert hostile.sent_bytes[bucket] < 2**26, "what lies between the two sockets"
+
+
+@pytest.mark.parametrize(
+    ("bucket", "reason"),
+    [
+        ("crowded", "has more than 1000 objects"),
+        ("line-ends", "lists an object with a tag that is none"),
+        ("broken", "the store"),
+    ],
+)
+def test_a_store_that_answers_oddly(
+    hostile: type[HostileStore], source: AdapterSource, bucket: str, reason: str
+) -> None:
+    with pytest.raises(AdapterLoadError, match=reason):
+        source.fetch(f"s3://{bucket}")
 
 
 def test_credentials_are_in_no_error_and_no_log_line(

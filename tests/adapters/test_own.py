@@ -229,6 +229,25 @@ def test_added_tokens_need_rows_of_both_ends(changed: Callable[..., tuple[str, .
     assert reasons == () if is_tied else reasons[0].startswith("lm_head: the file has no rows of it for the 200 tokens")
 
 
+def test_the_remedy_for_missing_rows_is_one(changed: Callable[..., tuple[str, ...]]) -> None:
+    """Of an end that is a target peft saves the layer, and nothing of the other."""
+    for module, targeted in ((HEAD, "embed_tokens"), (f"{EMBED}", "lm_head")):
+        reasons = changed(
+            "added tokens, LoRA of both",
+            lambda tensors, module=module: [tensors.pop(each) for each in [*tensors] if each.startswith(module)],
+            is_tied=False,
+            target_modules=[targeted],
+        )
+        assert any("or with this one in modules_to_save" in reason for reason in reasons), reasons
+
+
+def test_a_magnitude_of_the_embedding_is_refused_once(changed: Callable[..., tuple[str, ...]]) -> None:
+    name = f"{EMBED}.lora_magnitude_vector"
+    reasons = changed("LoRA of the embedding", resized(name, 8192), use_dora=True)
+    assert any("use_dora of it is not supported" in reason for reason in reasons)
+    assert not any("use_dora is not set" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize(
     ("change", "fields"),
     [

@@ -819,6 +819,12 @@ def test_a_name_of_the_base_model_here_is_not_served_here(begin: Callable[..., S
         "postgresql://loraplex:SECRET@127.0.0.1:PORT/x",
         "mysql://loraplex:SECRET@127.0.0.1/x",
         "postgresql://loraplex:SECRET@127.0.0.1:1/x?nonsense=SECRET",
+        "postgresql://loraplex:a/SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:SECRET/a@127.0.0.1:1/x",
+        "postgresql://loraplex:1/SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:a@SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:a?SECRET@127.0.0.1:1/x",
+        "postgresql://loraplex:a@SECRET/b@127.0.0.1:1/x",
     ],
 )
 def test_a_password_is_in_no_error(bad: str) -> None:
@@ -828,6 +834,29 @@ def test_a_password_is_in_no_error(bad: str) -> None:
     while error is not None:
         assert "SECRET" not in str(error)
         error = error.__cause__ if error.__suppress_context__ else error.__context__
+
+
+def test_a_session_of_many_notices_is_replaced(
+    begin: Callable[..., Server], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every role of the database may notify, and a session keeps the memory of what it has not read."""
+    monkeypatch.setattr(postgres_journal, "MAX_NOTICES", 20)
+    one, other = begin(), begin()
+    one.registry.load("a", "/a")
+    until(lambda: other.sees("a", "/a"))
+    readers, connected_s = {id(other.journal._reader)}, other.journal._connected_s
+    kept = [other.journal._reader]
+    with postgres_journal.Database(url).connect() as stranger:
+        for _ in range(200):
+            stranger.exec_driver_sql(f"SELECT pg_notify('{postgres_journal.CHANNEL}', 'x')")
+            if id(other.journal._reader) not in readers:
+                break
+            time.sleep(0.05)
+    assert other.journal._reader is not kept[0]
+    until(lambda: kept[0].closed)
+    one.registry.load("b", "/b")
+    until(lambda: other.sees("b", "/b"))
+    assert other.journal._connected_s == connected_s, "the database was never away"
 
 
 def test_a_password_is_in_no_log_line(cluster: postgres.Cluster, caplog: pytest.LogCaptureFixture, url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,6 +149,15 @@ def test_a_loop_of_links_is_not_found(root: Path) -> None:
     (root / "b").symlink_to(root / "a")
     with pytest.raises(AdapterPathNotFoundError):
         AdapterSource().fetch(str(root / "a"))
+
+
+def test_a_link_to_a_name_that_is_not_utf_8_is_not_found(root: Path) -> None:
+    """Such a path cannot be sent to the engine, and an encoder's message would tell a part of it."""
+    odd = root.parent / os.fsdecode(b"odd-\xff")
+    shutil.copytree(root / "sql", odd)
+    (root / "odd").symlink_to(odd)
+    with pytest.raises(AdapterPathNotFoundError, match="no such directory"):
+        AdapterSource(allowed_roots=(root, odd)).fetch(str(root / "odd"))
 
 
 def test_what_the_roots_hide_is_not_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,22 @@ def test_targets(tokens_per_s: float, p50: float, p99: float, failed: int, is_me
     predicted = replace(made, tokens_per_s=tokens_per_s, first_token_s=Spread(p50=p50, p99=p99))
     first = MeasuredSpread(0.2, 0.2, 0.3, 0.5, 0.6)
     measured = Summary(20, failed, 10.0, 100.0, first, first, first, ())
-    row = twin.Row(twin.CELLS[1], 2.0, predicted, measured, Counters(3, 1), 0.1)
+    row = twin.Row(twin.CELLS[1], 2.0, predicted, (measured,), Counters(3, 1), 0.1)
     assert row.is_met is is_met
     assert twin.table_of([row], "title").row_count == 3
     assert twin.cell_figures(row)["is_met"] is is_met
+
+
+def test_the_median_of_the_runs_counts() -> None:
+    made = Simulation(calibration(), settings(), Workload(adapters=1, requests=2)).run()
+    predicted = replace(made, tokens_per_s=100.0, first_token_s=Spread(p50=0.2, p99=0.5))
+    runs = []
+    for factor in (0.5, 1.0, 1.1):
+        first = MeasuredSpread(0.2, 0.2 * factor, 0.3, 0.5 * factor, 0.6)
+        runs.append(Summary(20, 0, 10.0, 100.0 * factor, first, first, first, ()))
+    row = twin.Row(twin.CELLS[1], 2.0, predicted, tuple(runs), Counters(3, 1), 0.1)
+    assert row.is_met
+    assert {figure: round(row.apart(figure), 3) for figure in row.figures} == dict.fromkeys(row.figures, 0.6)
 
 
 def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,26 @@ def test_packed_weights_are_kept_by_what_is_merged_into_them(
         assert len(files) <= 2, "the base's, and that of one merge"
 
 
+def test_its_template_and_defaults_are_the_servers(zoo: ModelZoo, base: Path, tmp_path: Path) -> None:
+    """As of its requests unmerged."""
+    path = Path(shutil.copytree(adapter(zoo, base, 60), tmp_path / "sql"))
+    (path / "chat_template.jinja").write_text("{% for message in messages %}<{{ message['content'] }}>{% endfor %}")
+    (path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5, "top_k": 3}')
+    messages = [{"role": "user", "content": "two"}]
+    with LLM(str(base), max_model_len=64) as llm:
+        request = LoRARequest("sql", 1, str(path))
+        (expected,) = llm.chat(messages, GREEDY, lora_request=request)
+        wanted = llm.get_tokenizer(request)
+        assert wanted is not None
+    with LLM(str(base), enable_lora=False, merge_adapter=str(path), max_model_len=64) as llm:
+        (found,) = llm.chat(messages, GREEDY)
+        assert found.prompt_token_ids == expected.prompt_token_ids
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.chat_templates == wanted.chat_templates
+        assert llm._front.text_of(None).defaults == {"temperature": 0.5, "top_k": 3}
+
+
 def test_settings_that_exclude_each_other(zoo: ModelZoo, base: Path) -> None:
     path = adapter(zoo, base, 60)
     with pytest.raises(ConfigError, match="enable_lora=False"):

@@ -43,6 +43,7 @@ SECRETS = {
     "GOOGLE_APPLICATION_CREDENTIALS": f"/{SENTINEL}",
     "AZURE_CLIENT_ID": f"{SENTINEL}-azure",
     "NPM_AUTH": f"{SENTINEL}-npm",
+    "FSSPEC_S3": f'{{"key": "x", "secret": "{SENTINEL}-fsspec"}}',
     "SENTRY_DSN": f"https://{SENTINEL}@sentry/1",
 }
 HARMLESS = {

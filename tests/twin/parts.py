@@ -27,6 +27,7 @@ def calibration(step_ms: float = 10.0, **changes: Any) -> Calibration:
         error_p50=0.0,
         error_p90=0.0,
         num_steps=1,
+        step_ratios=(),
         block_bytes=1 << 14,
         block_size=16,
         max_model_len=512,

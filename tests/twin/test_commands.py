@@ -47,6 +47,7 @@ def test_calibrate(run: Run, tmp_path: Path) -> None:
     assert out.startswith(f"{path}: ")
     made = Calibration.read(path)
     assert made.num_steps > 50
+    assert made.num_steps <= len(made.step_ratios)
     assert made.step_ms.keys() == set(FEATURES)
     assert sum(made.step_ms.values()) > 0
     assert sorted(made.adapter_bytes) == [1, 4, 16]

@@ -113,7 +113,7 @@ def both(policy: str, look_ahead: bool, room: int, kv_blocks: int) -> Iterator[t
             adapter_memory_bytes=room * nbytes,
             host_memory_bytes=64 * MIB,
         )
-        twin = TwinEngine.build(measured, same, dict.fromkeys(range(1, NUM_ADAPTERS + 1), RANK))
+        twin = TwinEngine.build(measured, same, dict.fromkeys(range(1, NUM_ADAPTERS + 1), RANK), seed=0)
         layers = weights_of(engine.info.targets)
         for adapter in range(1, NUM_ADAPTERS + 1):
             engine.adapters.add_adapter(LoRAModel(digest_of(adapter), RANK, layers, adapter))

@@ -17,6 +17,7 @@ from loraplex.twin.calibration import Calibration, ReadTime
 from loraplex.twin.results import SimulationResult, Spread
 from loraplex.twin.settings import FleetSettings, TwinSettings
 from loraplex.twin.simulation import Simulation
+from loraplex.twin.step_model import FEATURES
 from loraplex.twin.workload import Workload
 from tests.twin.parts import ADAPTER_BYTES, MIB, calibration
 from tests.twin.parts import settings as engine_settings
@@ -237,11 +238,20 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         ({"format": 0}, "no calibration of this version"),
         ({"more": 1}, "no calibration of this version"),
-        ({"step_ms": {}}, "is damaged: KeyError"),
-        ({"block_bytes": 0}, "is damaged: a coefficient or a size"),
-        ({"adapter_bytes": {}}, "is damaged: a coefficient or a size"),
-        ({"adapter_bytes": {"x": 1}}, "is damaged: ValueError"),
-        ({"source": {"open": 1}}, "is damaged: TypeError"),
+        ({"step_ms": {}}, "is damaged: a time is nothing"),
+        ({"step_ms": dict.fromkeys(FEATURES, 1e300)}, "is damaged: a time is nothing"),
+        ({"step_ratios": [1.0, -1.0]}, "is damaged: a time is nothing"),
+        ({"block_bytes": 0}, "is damaged: block_bytes is nothing"),
+        ({"block_bytes": 1.5}, "is damaged: Expected `int`, got `float`"),
+        ({"num_extents": 10**9}, "is damaged: num_extents is nothing"),
+        ({"adapter_bytes": {}}, "is damaged: adapter_bytes is nothing"),
+        ({"adapter_bytes": {"0": 5}}, "is damaged: adapter_bytes is nothing"),
+        ({"adapter_bytes": {"8": 10**40}}, "is damaged: "),
+        ({"adapter_bytes": {"x": 1}}, "is damaged: Expected `int`"),
+        ({"source": {"open": 1}}, "is damaged: source has open_s and byte_s"),
+        ({"source": {"open_s": 0.0, "byte_s": -1.0}}, "is damaged: a time is nothing"),
+        ({"model": "\x1b]0;title\x07"}, "is damaged: model is nothing"),
+        ({"machine": "[link=http://x]" * 1000}, "is damaged: machine is nothing"),
     ],
 )
 def test_a_damaged_calibration_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -250,9 +260,10 @@ def test_a_damaged_calibration_is_refused(tmp_path: Path, change: dict[str, obje
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError, match=message):
         Calibration.read(path)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="loraplex calibrate"):
-        Calibration.read(path)
+    for text in ("{", "[" * 200_000, " " * 2**21):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="loraplex calibrate"):
+            Calibration.read(path)
 
 
 def test_bytes_between_the_measured_ranks() -> None:

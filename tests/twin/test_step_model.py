@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from loraplex.core import Request, SamplingParams
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
-from loraplex.twin.step_model import FEATURES, StepModel, StepWork, nnls
+from loraplex.twin.step_model import FEATURES, RUN_STEPS, Disturbances, StepModel, StepWork, nnls
 
 NUMBERS = st.floats(-100, 100, allow_nan=False).map(lambda number: round(number, 3))
 PROBLEMS = st.tuples(st.integers(1, 12), st.integers(1, 6)).flatmap(
@@ -69,6 +69,22 @@ def test_disturbed_steps_are_left_out() -> None:
     noisy = [formula(work) * draw.uniform(0.99, 1.01) * (3 if draw.random() < 0.1 else 1) for work in seen]
     errors = StepModel.fit(seen, noisy).errors(others, [formula(work) for work in others])
     assert np.median(errors) < 0.02
+
+
+def test_steps_are_disturbed_in_runs_as_they_were_measured() -> None:
+    ratios = [1 + number / 1000 for number in range(1000)]
+    drawn = Disturbances(ratios, seed=5)
+    taken = [ratios.index(drawn.next()) for _ in range(40 * RUN_STEPS)]
+    breaks = [index for index in range(1, len(taken)) if taken[index] != taken[index - 1] + 1]
+    assert 30 < len(breaks) < 60, "a run ends after RUN_STEPS, or at the last ratio"
+    again = Disturbances(ratios, seed=5)
+    assert [ratios.index(again.next()) for _ in range(len(taken))] == taken
+    other = Disturbances(ratios, seed=6)
+    assert [ratios.index(other.next()) for _ in range(len(taken))] != taken
+
+
+def test_without_ratios_nothing_is_disturbed() -> None:
+    assert [Disturbances((), seed=5).next() for _ in range(3)] == [1.0] * 3
 
 
 @given(st.lists(st.floats(0, 10), min_size=len(FEATURES), max_size=len(FEATURES)), st.integers(0, 99))

@@ -61,6 +61,9 @@ def test_a_trace(tmp_path: Path) -> None:
         ('{"at_s": NaN, "adapter": "a", "prompt_tokens": 3, "output_tokens": 3}', "at_s must be >= 0"),
         ('{"at_s": 1, "adapter": 7, "prompt_tokens": 3, "output_tokens": 3}', "adapter a name or null"),
         ('{"at_s": 1, "adapter": "a", "prompt_tokens": 0, "output_tokens": 3}', "tokens 1.."),
+        ('{"at_s": 0, "adapter": null, "prompt_tokens": 1e999, "output_tokens": 3}', "line 1: OverflowError"),
+        (f'{{"at_s": {"9" * 400}, "adapter": null, "prompt_tokens": 1, "output_tokens": 3}}', "line 1: OverflowError"),
+        ("[" * 200_000, "line 1: RecursionError"),
         ("", "has no requests"),
     ],
 )
@@ -81,7 +84,9 @@ def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"adapters": -1}, "adapters must be >= 0, got -1"),
+        ({"adapters": -1}, "adapters must be 0..100000000, got -1"),
+        ({"adapters": 10**12}, "adapters must be 0..100000000, got 1000000000000"),
+        ({"prompt_tokens": "9" * 5000}, r"LOW-HIGH, 1\.\.1048576, got '9{40}'"),
         ({"zipf": -0.1}, "zipf must be 0..10"),
         ({"base_share": 1.5}, "base_share must be 0..1"),
         ({"rate": 0}, "rate must be > 0"),

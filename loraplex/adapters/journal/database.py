@@ -53,10 +53,12 @@ class Database:
         try:
             given: Mapping[str, Any] = conninfo_to_dict(url)
         except psycopg.Error:
+            given = {}
+        if not given or not _is_plain(url, str(given.get("port", DEFAULT_PORT))):
             raise ConfigError(
                 "database_url is no URL that PostgreSQL's client library reads; write "
                 "postgresql://user@host:5432/loraplex, with what is special in a password as %XX"
-            ) from None
+            )
         self._settings = {**DEFAULTS, **given}
         self._engine = sa.create_engine("postgresql+psycopg://", creator=self._connect, poolclass=sa.NullPool)
         hosts = str(given.get("host") or given.get("hostaddr") or "the local socket")
@@ -85,6 +87,17 @@ class Database:
         ports = str(self._settings.get("port", DEFAULT_PORT)).split(",")
         probed = hosts.split(",")
         return all(_refuses(host, ports[min(number, len(ports) - 1)]) for number, host in enumerate(probed))
+
+
+def _is_plain(url: str, ports: str) -> bool:
+    """Whether no part of a password can be taken for a host, a port or a database, and shown as one.
+
+    The library ends the host at the first `/` and the password at the first `@`, so a plain one in a password moves
+    the rest of it.
+    """
+    address = url.partition("://")[2].partition("?")[0]
+    authority, _, path = address.partition("/")
+    return "@" not in path and authority.count("@") <= 1 and all(each.isdigit() for each in ports.split(","))
 
 
 def _refuses(host: str, port: str) -> bool:

@@ -57,6 +57,9 @@ from loraplex.errors import (
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+MAX_NOTICES = 1000
+"""Of a session that listens, before it is replaced."""
+
 MARGIN_S = 0.25
 """By which a turn waits longer for a server than that serves without an answer."""
 
@@ -172,11 +175,16 @@ class PostgresJournal(SharedJournal):
         return DatabaseHealth(DatabaseState.DOWN if is_down else DatabaseState.SILENT, away_s)
 
     def _watch(self) -> None:
+        has_ended_well = False
         while not self._is_closed.is_set():
+            goes_on, has_ended_well = has_ended_well, False
             try:
                 with closing(self._database.connect()) as connection:
-                    self._reader, self._connected_s = connection, time.monotonic()
+                    self._reader = connection
+                    if not goes_on:
+                        self._connected_s = time.monotonic()
                     self._listen(connection)
+                has_ended_well = True
             except (sa.exc.SQLAlchemyError, _driver_error(), OSError) as error:
                 self._note_refusal(error)
                 if not self._is_away:
@@ -194,6 +202,9 @@ class PostgresJournal(SharedJournal):
             self._refused_s = time.monotonic()
 
     def _listen(self, connection: sa.Connection) -> None:
+        """Until MAX_NOTICES have come: every role of the database may notify, and a session never gives back the memory
+        in which it keeps what it has not read."""
+        num_notices = 0
         connection.exec_driver_sql(f"LISTEN {CHANNEL}")
         connection.exec_driver_sql("SET synchronous_commit = off")  # that this server is there need not outlive a crash
         session = _driver_of(connection)
@@ -208,8 +219,9 @@ class PostgresJournal(SharedJournal):
                 _log.warning("database %s is back", self._database.place)
             self._is_away = False
             self._has_looked.set()
-            for _ in session.notifies(timeout=POLL_S, stop_after=1):
-                pass
+            num_notices += sum(1 for _ in session.notifies(timeout=POLL_S, stop_after=1))
+            if num_notices > MAX_NOTICES:
+                return
 
     def _learn(self, connection: sa.Connection, at_least: int) -> None:
         with self._facts:

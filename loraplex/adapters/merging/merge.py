@@ -176,6 +176,9 @@ def _planned(name: str, outlines: Sequence[Outline], wish: MergeWish) -> MergedM
     widths = {each.widths for each in found.values()}
     if len(widths) > 1:
         first, other = ([outlines[number].origin.name for number in found][at] for at in (0, -1))
+        if outlines[0].helper.kind is Kind.IA3 and any(1 in width for width in widths):
+            text = f"{name}: feedforward_modules names it in some of the adapters alone: its inputs are scaled there"
+            raise AdapterValidationError.from_reasons(other, [f"{text}, and its outputs elsewhere"])
         text = f"{name} has {' and '.join(f'{i} inputs, {o} outputs' for i, o in sorted(widths))}"
         raise AdapterBaseMismatchError(f"adapters {first!r} and {other!r} are of different base models: {text}")
     width, height = widths.pop()

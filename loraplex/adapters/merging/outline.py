@@ -27,6 +27,7 @@ from loraplex.adapters.kinds import (
     PEFT_TYPES,
     TOKENS,
     WEIGHT,
+    Kind,
     TensorName,
     TypeVerdict,
     parse_tensor_name,
@@ -164,7 +165,8 @@ class Outline:
     def model(self, limits: LoRAConfig) -> LoRAModel:
         """The weights. Raises what `CheckedReader.read` raises, and AdapterContentChangedError."""
         origin = self.origin
-        model = read_adapter(origin.path, origin.name, origin.source, CheckedReader(self._targets(), limits))
+        reader = CheckedReader(self._targets(), limits, is_whole=False)
+        model = read_adapter(origin.path, origin.name, origin.source, reader)
         origin.check_digest(model.adapter_digest)
         return model
 
@@ -202,9 +204,13 @@ class Outline:
         if len(ends) != 2:
             return False
         trained = [name for name in ends if TensorName(name, TOKENS) in self.entries]
-        named = self.helper.match_modules(ends) | self.helper.match_saved(ends).keys()
-        is_tying = self.helper.ensure_weight_tying and len(named) < 2
-        return is_tying or len(self.helper.match_trained_tokens(ends)) < len(trained)
+        is_of_tokens = self.helper.kind is Kind.TRAINABLE_TOKENS
+        called = self.helper.match_modules(ends) if is_of_tokens else self.helper.match_trained_tokens(ends).keys()
+        saved = self.helper.match_saved(ends).keys()
+        has_copies = all(TensorName(name, COPY) in self.entries for name in ends if name not in saved)
+        is_one = len(self.helper.match_modules(ends)) == 1 or (len(saved) == 1 and has_copies)
+        is_tying = self.helper.ensure_weight_tying and is_one
+        return is_tying or len(called) < len(trained)
 
 
 def _modules(helper: PEFTHelper, entries: Mapping[TensorName, TensorEntry]) -> dict[str, FiledModule]:

@@ -62,6 +62,7 @@ LEFT_S = 3600.0
 
 _BUCKET = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _KEY = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)(?:/[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)*")
+_ETAG = re.compile(r"[!-~]{1,256}")
 _TALKATIVE = ("botocore", "aiobotocore", "s3fs", "fsspec", "boto3", "urllib3")
 """Their debug lines have headers with tokens."""
 
@@ -143,7 +144,14 @@ def _store() -> Any:
         logging.getLogger(name).setLevel(logging.WARNING)
     import s3fs
 
-    config = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 2}}
+    from loraplex.adapters.remote.store_session import BoundedSession
+
+    config = {
+        "connect_timeout": 5,
+        "read_timeout": 20,
+        "retries": {"max_attempts": 2},
+        "http_session_cls": BoundedSession,
+    }
     return s3fs.S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
 
 
@@ -191,12 +199,15 @@ async def _listed(adapter: ObjectAdapter) -> dict[str, _Object]:
     answer: Mapping[str, Any] = await _store()._call_s3(
         "list_objects_v2", Bucket=adapter.bucket, Prefix=below, Delimiter="/", MaxKeys=MAX_OBJECTS
     )
-    if answer.get("IsTruncated"):
+    contents = answer.get("Contents", ())
+    if answer.get("IsTruncated") or len(contents) > MAX_OBJECTS:
         raise AdapterFileFormatError(f"{adapter} has more than {MAX_OBJECTS} objects beside it; give it a prefix alone")
     found = {}
-    for each in answer.get("Contents", ()):
-        name = str(each["Key"]).removeprefix(below)
-        found[name] = _Object(name, int(each["Size"]), str(each["ETag"]))
+    for each in contents:
+        name, etag = str(each["Key"]).removeprefix(below), str(each["ETag"])
+        if not _ETAG.fullmatch(etag):
+            raise AdapterFetchError(f"{adapter}: the store lists an object with a tag that is none")
+        found[name] = _Object(name, int(each["Size"]), etag)
     return found
 
 
@@ -262,7 +273,8 @@ def _as_adapter_error(error: Exception, adapter: ObjectAdapter, timeout_s: float
     if isinstance(error, ImportError):
         return AdapterFetchError(f"{adapter} cannot be fetched: s3fs is not installed; install loraplex[s3]")
     causes = list(_causes(error))
-    codes = {str(each.response.get("Error", {}).get("Code")) for each in causes if hasattr(each, "response")}
+    answers = [getattr(each, "response", None) for each in causes]
+    codes = {str(each.get("Error", {}).get("Code")) for each in answers if isinstance(each, dict)}
     kinds = {type(each).__name__ for each in causes}
     if kinds & {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}:
         return AdapterPermissionError(f"{adapter}: this server has no credentials for the store")
@@ -272,6 +284,8 @@ def _as_adapter_error(error: Exception, adapter: ObjectAdapter, timeout_s: float
         return AdapterPermissionError(f"{adapter}: the store refuses access")
     if "FileNotFoundError" in kinds or codes & {"NoSuchBucket", "NoSuchKey", "404"}:
         return AdapterPathNotFoundError(f"{adapter}: the store has no such bucket or object")
+    if "OddAnswerError" in kinds:
+        return AdapterFileFormatError(f"{adapter}: the store's answer is no list of at most {MAX_OBJECTS} objects")
     if any("Timeout" in kind for kind in kinds):
         return AdapterFetchTimeoutError(f"{adapter}: the store did not deliver it within {timeout_s:g} s; try again")
     _log.warning("%s could not be fetched: %s", adapter, "; ".join(sorted(kinds)))

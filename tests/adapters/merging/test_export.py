@@ -54,6 +54,7 @@ AS_THEY_ARE = {
     "lora_bias": peft.LoraConfig(r=2, lora_bias=True, **TARGETS),
     "alora": peft.LoraConfig(r=4, alora_invocation_tokens=[3, 4], task_type="CAUSAL_LM", **TARGETS),
     "dora": peft.LoraConfig(r=4, use_dora=True, **TARGETS),
+    "lora without a target": peft.LoraConfig(r=4, exclude_modules=["down_proj"], **TARGETS),
     "ia3": peft.IA3Config(target_modules=["o_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "vera": peft.VeraConfig(r=4, **TARGETS),
 }

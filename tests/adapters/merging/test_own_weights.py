@@ -17,7 +17,7 @@ from loraplex.adapters.merging.base import MergedAdapter
 from loraplex.adapters.merging.export import export_directory
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterValidationError
-from tests.adapters.peft_oracle import load, read_config, read_tensors
+from tests.adapters.peft_oracle import edit_config, load, read_config, read_tensors, write_tensors
 from tests.fixtures import OWN_OPTIONS, VOCAB_SIZE, ModelZoo
 from tests.models.paged_runner import load_decoder
 
@@ -29,6 +29,7 @@ TIED_MERGED = {
     "saved, tied",
     "saved norms",
     "saved linears",
+    "a saved linear, all biases",
     "a saved MLP",
     "trained tokens",
     "TrainableTokens",
@@ -129,3 +130,27 @@ def test_exports_are_bit_for_bit_what_was_filed(zoo: ModelZoo, tmp_path: Path, n
         rtol=1e-4,
     )
     load(tmp_path / "copy", tuple(load_decoder(base, enable_lora=True).lora_targets()), LIMITS)
+
+
+def test_tokens_of_both_ends_of_a_tied_base_are_exported(zoo: ModelZoo, tmp_path: Path) -> None:
+    """peft writes one tensor for both."""
+    base = zoo.base("llama", options={"tie_word_embeddings": True})
+    path = tmp_path / "both"
+    shutil.copytree(zoo.own_adapter(base, "trained tokens"), path)
+    ids = read_config(path)["trainable_token_indices"]
+    edit_config(path, trainable_token_indices={"lm_head": ids, "embed_tokens": ids})
+    load(path, tuple(load_decoder(base, enable_lora=True).lora_targets()), LIMITS)
+    export_directory(str(path), tmp_path / "copy", 2**30)
+    assert read_tensors(tmp_path / "copy").keys() == read_tensors(path).keys()
+
+
+def test_tokens_of_two_ends_that_are_not_tied_are_exported(zoo: ModelZoo, tmp_path: Path) -> None:
+    base = zoo.base("llama", options={"tie_word_embeddings": False})
+    path = tmp_path / "both"
+    shutil.copytree(zoo.own_adapter(base, "TrainableTokens"), path)
+    (name,) = read_tensors(path)
+    head = "base_model.model.lm_head.trainable_tokens_delta"
+    write_tensors(path, {**read_tensors(path), head: 2 * read_tensors(path)[name]})
+    edit_config(path, target_modules=["embed_tokens", "lm_head"])
+    export_directory(str(path), tmp_path / "copy", 2**30)
+    assert torch.equal(read_tensors(tmp_path / "copy")[head], read_tensors(path)[head])
