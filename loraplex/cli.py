@@ -6,15 +6,14 @@ a command needs is imported when it runs, so that `--help` is quick.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from functools import partial, reduce
+from dataclasses import asdict
+from functools import reduce
 from json import dumps as to_json
 from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 from urllib.parse import quote
 
 from cyclopts import App, CycloptsError, Parameter
@@ -24,17 +23,13 @@ from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.cli_help import Flat, Listed, explain, group_fields, in_group, parse_sizes, shown_default, with_options
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError, LoraplexError
-from loraplex.lora_modules import check_lora_modules, load_modules, parse_lora_modules
+from loraplex.lora_modules import check_lora_modules, parse_lora_modules, start_engine
 from loraplex.performance.settings import ProfileSettings
 from loraplex.router.settings import RouteSettings
+from loraplex.serve.settings import RayConfig, RaySettings, with_database
 from loraplex.server.api_keys import KeySettings
-from loraplex.server.config import ServerConfig, ServerSettings, output_folder, registry_database
+from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.twin.commands import calibrate, plan, simulate
-
-if TYPE_CHECKING:
-    from loraplex.frontend.async_engine import AsyncEngine
-
-_log = logging.getLogger("loraplex.server")
 
 app = App(
     name="loraplex",
@@ -48,6 +43,7 @@ group_fields(RouteSettings, "Server")
 group_fields(EngineSettings, "Model files")
 group_fields(LoRAConfig, "Adapter memory")
 group_fields(ProfileSettings, "Profile")
+group_fields(RaySettings, "Ray Serve")
 adapter_app = App(name="adapter", help="Look at adapters, and make new ones of them.")
 app.command(adapter_app)
 state_app = App(name="state", help="Check and repair the directory of --state-dir.")
@@ -77,6 +73,7 @@ def serve(
     server: Annotated[ServerSettings | None, Flat] = None,
     engine: Annotated[EngineSettings | None, Flat] = None,
     lora: Annotated[LoRAConfig | None, Flat] = None,
+    ray: Annotated[RaySettings | None, Flat] = None,
 ) -> int:
     """Serve a model and its adapters over HTTP, as OpenAI's and vLLM's clients expect.
 
@@ -97,8 +94,6 @@ def serve(
     adapter_root
         A directory that load requests may read, hf://ORG or s3://BUCKET/PREFIX; may be given several times.
     """
-    from loraplex.server.run import run_server
-
     names = served_model_name or (model.rstrip("/"),)
     modules = (
         *parse_lora_modules(lora_modules, base_names=names),
@@ -117,7 +112,7 @@ def serve(
         adapter_roots=adapter_root or None,
     )
     engine_config = _engine_config(model, engine, lora, enable_lora and merged is None, merged)
-    return run_server(lambda: _start_engine(engine_config, config, modules), config, _in_options_of("serve"))
+    return _serve(engine_config, config, modules, ray or RaySettings())
 
 
 @app.command
@@ -540,37 +535,17 @@ def _merged_module(given: str | None, base_names: Sequence[str], is_alone: bool)
     return module
 
 
-async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:
-    """Start the engine and load the operator's adapters, with a progress bar where a person looks on."""
-    from loraplex.frontend.async_engine import AsyncEngine
-    from loraplex.frontend.supervisor import Supervision
-    from loraplex.progress import StartProgress
+def _serve(engine: EngineConfig, server: ServerConfig, modules: tuple[tuple[str, str], ...], ray: RaySettings) -> int:
+    if ray.ray:
+        from loraplex.serve.ray_run import run_on_ray
 
-    roots, made = server.local_adapter_roots, output_folder(server)
-    for missing in (root for root in roots or () if not root.is_dir()):
-        _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
-    if roots is not None:
-        own = *(path for _, path in modules), *(() if made is None else (str(made),))
-        config = replace(config, adapter_roots=(*map(str, roots), *own))
-    with StartProgress() as progress:
-        engine = await AsyncEngine.start(
-            config,
-            served_model_name=server.served_model_names[0],
-            base_names=server.served_model_names,
-            on_progress=progress.update,
-            state_dir=server.state_dir,
-            database=registry_database(server),
-            supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
-            runners=server.runners,
-        )
-        try:
-            num_at_once = 1 if config.lora is None else config.lora.num_loader_threads
-            show, is_skipping = partial(progress.update, "adapters"), server.on_bad_adapter == "skip"
-            await load_modules(engine, modules, num_at_once, is_skipping, show)
-        except BaseException:
-            await engine.shutdown()
-            raise
-    return engine
+        config = RayConfig(engine=engine, server=with_database(server), modules=modules, ray=ray)
+        return run_on_ray(config, _in_options_of("serve"))
+    if ray != RaySettings():
+        raise ConfigError("settings of Ray Serve are given, but it is off: leave them out, or give --ray")
+    from loraplex.server.run import run_server
+
+    return run_server(lambda: start_engine(engine, server, modules), server, _in_options_of("serve"))
 
 
 def _serve_demo(port: int) -> int:

@@ -25,6 +25,7 @@ GROUPS = (
     "Security",
     "Limits",
     "Engine process",
+    "Ray Serve",
     "Logging",
     "Profile",
     "Model files",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from json import loads as from_json
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,10 @@ from loraplex.errors import ConfigError, EngineError, JournalError, LoraplexErro
 
 if TYPE_CHECKING:
     from loraplex.adapters.registry import LoadTurn, LoRARef
+    from loraplex.config import EngineConfig
     from loraplex.frontend.adapter_verbs import AdapterVerbs
+    from loraplex.frontend.async_engine import AsyncEngine
+    from loraplex.server.config import ServerConfig
 
 _log = logging.getLogger("loraplex.server")
 
@@ -131,6 +136,40 @@ async def load_modules(
     await asyncio.gather(*(load_some() for _ in range(min(num_at_once, len(modules)))))
     if errors:
         raise errors[min(errors)]
+
+
+async def start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:
+    """Start the engine and load the operator's adapters, with a progress bar where a person looks on."""
+    from loraplex.frontend.async_engine import AsyncEngine
+    from loraplex.frontend.supervisor import Supervision
+    from loraplex.progress import StartProgress
+    from loraplex.server.config import output_folder, registry_database
+
+    roots, made = server.local_adapter_roots, output_folder(server)
+    for missing in (root for root in roots or () if not root.is_dir()):
+        _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
+    if roots is not None:
+        own = *(path for _, path in modules), *(() if made is None else (str(made),))
+        config = replace(config, adapter_roots=(*map(str, roots), *own))
+    with StartProgress() as progress:
+        engine = await AsyncEngine.start(
+            config,
+            served_model_name=server.served_model_names[0],
+            base_names=server.served_model_names,
+            on_progress=progress.update,
+            state_dir=server.state_dir,
+            database=registry_database(server),
+            supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
+            runners=server.runners,
+        )
+        try:
+            num_at_once = 1 if config.lora is None else config.lora.num_loader_threads
+            show, is_skipping = partial(progress.update, "adapters"), server.on_bad_adapter == "skip"
+            await load_modules(engine, modules, num_at_once, is_skipping, show)
+        except BaseException:
+            await engine.shutdown()
+            raise
+    return engine
 
 
 def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:

@@ -51,6 +51,7 @@ ORDER = (
     "progress",
     "lora_modules",
     "cli_help",
+    "serve",
     "twin",
     "cli",
     "__main__",
@@ -104,6 +105,7 @@ SMALL_FILES = {
     "loraplex.compat.deltas": "names of the field, for users; nothing in the product imports them",
     "loraplex.progress": "draws on a terminal; cli.py is at its size",
     "loraplex.ranks.start": "a process runs it; it acts before the follower's imports",
+    "loraplex.serve.ray_router": "Ray Serve imports it by its name, where nothing else of the deployment is",
     "loraplex.server.verb_turns": "a bound of the protocol, tested alone; its route does not decide which verb waits",
 }
 """Files under SMALL_FILE_LINES that one module imports, and why they are not a part of it."""

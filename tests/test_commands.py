@@ -58,6 +58,7 @@ NOT_RUN = (
         r"loraplex (route|serve .*--port 800[12])|curl localhost:800[12]/",
         "several programs: tests/router/test_processes.py and tests/server/test_shared_registry.py run them",
     ),
+    (r"loraplex serve .*--ray|X-Loraplex-Replica", "needs Ray, of an extra: tests/serve runs it"),
     (r"loraplex calibrate ", "takes two minutes; tests/twin/test_commands.py measures for five seconds"),
     (r"loraplex plan .*--plot", "needs matplotlib, of an extra; tests/twin/test_planning.py draws where it is"),
     (r"loraplex simulate .*--replicas 1000", "takes minutes; tests/twin/test_commands.py has five replicas"),

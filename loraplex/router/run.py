@@ -37,9 +37,9 @@ class Routed:
     num_endless = 0
     num_in_flight = 0
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, max_open: int) -> None:
         self.config = config
-        self.connections = Connections(config, max_clients(config))
+        self.connections = Connections(config, max_open)
 
     def close(self) -> None:
         """Nothing runs beside the requests."""
@@ -80,7 +80,7 @@ async def route(
     on_ready: Callable[[DrainingServer], None] = lambda server: None,
 ) -> None:
     """Serve on a bound socket until a signal, then drain. `on_ready` gets the server, whose `stop` ends it."""
-    routed = Routed(config)
+    routed = Routed(config, max_clients(config))
     app = create_router_app(fleet, settings, config, routed.connections)
     protocol = bounded_http_protocol(config, routed.connections, _admitted)
     server = DrainingServer(routed, uvicorn_config(app, config, protocol), partial(_announce, sock, fleet, config))

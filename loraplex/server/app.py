@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -57,7 +58,7 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
     known = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(HTTPException, KnownUrls(known).answer)
     app.open_paths = _open_paths(context.config) if context.config.has_keys else None
-    _add_middleware(app, context.config, context.keys)
+    add_middleware(app, context.config, context.keys)
     return app
 
 
@@ -65,7 +66,7 @@ def _open_paths(config: ServerConfig) -> frozenset[str]:
     return (OPEN_PATHS | PAGE_PATHS) - ({METRICS_PATH} if config.guard_metrics else set())
 
 
-def _add_middleware(app: FastAPI, config: ServerConfig, keys: KeyRing) -> None:
+def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing) -> None:
     """The last one added sees a request first: its id, then what browsers may do (guard, then CORS), then its key."""
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=_open_paths(config))
     if config.cors_allowed_origins:

@@ -1,0 +1,166 @@
+"""Replicas on Ray Serve beside one with the memory of all: how many requests find their adapter resident.
+
+    python -m benchmarks.ray_serve
+3 replicas, 200 adapters, popularity Zipf 0.9. A replica keeps --places adapters, and the one beside them 3 times as
+many. A hit is a request whose adapter is on the device. Target: the replicas' share of hits is at least 0.9 of the
+one's. Figures are counts, so that a busy machine changes them little; the demo's model
+is small enough for any. Adapters are the demo's with other scalings, written to a temporary folder: no two are equal.
+Needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from benchmarks.arguments import positive
+from benchmarks.report import wide_console
+from loraplex.demo.tasks import ADAPTERS, adapter_path, assets_path
+from loraplex.serve.exchange import REPLICA_HEADER
+
+ZIPF_ALPHA = 0.9
+MIN_SHARE = 0.9
+_COUNTS = re.compile(r"^loraplex:adapter_(hits|misses)_total(?:\{[^\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Requests that found their adapter on the device, those that did not, and how many each replica answered."""
+
+    replicas: int
+    places: int
+    hits: int
+    misses: int
+    by_replica: tuple[int, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / (self.hits + self.misses)
+
+
+def write_adapters(folder: Path, count: int) -> list[str]:
+    """`name=path` of each."""
+    sources = [adapter_path(task.name) for task in ADAPTERS]
+    modules = []
+    for number in range(count):
+        name = f"a{number:04d}"
+        shutil.copytree(sources[number % len(sources)], folder / name)
+        file = folder / name / "adapter_model.safetensors"
+        tensors = load_file(file)
+        save_file({key: value * (1 + number / 256) for key, value in tensors.items()}, file)
+        modules.append(f"{name}={folder / name}")
+    return modules
+
+
+@contextlib.contextmanager
+def served(modules: Sequence[str], replicas: int, places: int, args: argparse.Namespace) -> Iterator[str]:
+    """The URL of `loraplex serve --ray` while the block runs."""
+    limits = ["--max-loras", str(places), "--max-cpu-loras", str(places), "--max-num-seqs", str(min(places, 8))]
+    options = ["--served-model-name", "demo", "--port", "0", "--no-access-log", "--log-level", "warning"]
+    small = ["--num-threads", "1", "--no-standby-engine", "--disable-dynamic-loading", "--disk-memory-bytes", "0"]
+    ray = ["--ray", "--ray-num-cpus", "0.01", "--ray-min-replicas", str(replicas), "--ray-policy", args.policy]
+    command = [sys.executable, "-m", "loraplex", "serve", str(assets_path() / "base")]
+    process = subprocess.Popen(
+        [*command, *options, *small, *limits, *ray, "--lora-modules", *modules],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        yield next(word for line in process.stdout for word in line.split() if word.startswith("http://"))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+        process.stdout.close()
+
+
+async def ask_all(client: httpx.AsyncClient, adapters: Sequence[str], at_once: int) -> Counter[str]:
+    """One short request for each, so many at a time, in this order; the answers of each replica."""
+    waiting, answered = iter(adapters), Counter[str]()
+
+    async def ask_some() -> None:
+        for adapter in waiting:
+            body = {"model": adapter, "prompt": "banana bread=", "max_tokens": 4, "temperature": 0}
+            answer = await client.post("/v1/completions", json=body)
+            answer.raise_for_status()
+            answered[answer.headers[REPLICA_HEADER]] += 1
+
+    await asyncio.gather(*(ask_some() for _ in range(at_once)))
+    return answered
+
+
+async def counts(client: httpx.AsyncClient, names: Sequence[str]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for name in names:
+        page = (await client.get("/metrics", headers={REPLICA_HEADER: name})).text
+        total.update({key: int(float(value)) for key, value in _COUNTS.findall(page)})
+    return total
+
+
+async def measure(url: str, replicas: int, places: int, args: argparse.Namespace) -> Result:
+    """After as many requests again as are counted, in which memory fills."""
+    draw = np.random.default_rng(args.seed)
+    weights = np.arange(1, args.adapters + 1) ** -ZIPF_ALPHA
+    trace = [f"a{each:04d}" for each in draw.choice(args.adapters, 2 * args.requests, p=weights / weights.sum())]
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+        names = sorted(await ask_all(client, trace[: args.requests], args.at_once))
+        before = await counts(client, names)
+        answered = await ask_all(client, trace[args.requests :], args.at_once)
+        after = await counts(client, sorted({*names, *answered}))
+    new = after - before
+    return Result(replicas, places, new["hits"], new["misses"], tuple(answered[name] for name in sorted(answered)))
+
+
+def table_of(results: Sequence[Result], title: str) -> Table:
+    table = Table("replicas", "adapters each", "requests by replica", "hits", "misses", "hit rate", title=title)
+    for each in results:
+        cells = (each.replicas, each.places, each.by_replica, each.hits, each.misses, f"{each.hit_rate:.3f}")
+        table.add_row(*map(str, cells))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adapters", type=positive, default=200)
+    parser.add_argument("--places", type=positive, default=20, help="adapters that a replica has room for")
+    parser.add_argument("--replicas", type=positive, default=3)
+    parser.add_argument("--requests", type=positive, default=2000)
+    parser.add_argument("--at-once", type=positive, default=6)
+    parser.add_argument("--policy", default="latency")
+    parser.add_argument("--seed", type=int, default=7)
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        modules = write_adapters(Path(folder), args.adapters)
+        for replicas, places in ((args.replicas, args.places), (1, args.replicas * args.places)):
+            with served(modules, replicas, places, args) as url:
+                results.append(asyncio.run(measure(url, replicas, places, args)))
+    title = (
+        f"{args.adapters} adapters, Zipf {ZIPF_ALPHA}, {args.requests} requests, {args.at_once} at once, {args.policy}"
+    )
+    wide_console().print(table_of(results, title))
+    share = results[0].hit_rate / results[1].hit_rate
+    print(f"the replicas' share of hits is {share:.3f} of the one's; target {MIN_SHARE}")
+    sys.exit(share < MIN_SHARE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""One HTTP request between an ingress and a replica: its message, and the application's side of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Scope
+
+from loraplex.routing import Needs
+from loraplex.server.request_id import HEADER
+
+REPLICA_HEADER = "X-Loraplex-Replica"
+"""Of an answer: the replica that it is from. Of a request: the one that it is for."""
+
+END_S = 10.0
+"""How long a request whose client is gone may take to end, until it is cut."""
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request whose body is whole.
+
+    front: the name of the ingress, another one for each. target: path as the client wrote it, without the query.
+    replica: that it is for; None: the policy says which.
+    """
+
+    front: str
+    method: str
+    target: bytes
+    query: bytes
+    headers: Headers
+    client: str | None
+    body: bytes
+    request_id: str
+    needs: Needs
+    replica: str | None = None
+
+    def scope(self) -> Scope:
+        own = HEADER.lower().encode()
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": self.method,
+            "scheme": "http",
+            "path": unquote(self.target.decode("ascii")),
+            "raw_path": self.target,
+            "root_path": "",
+            "query_string": self.query,
+            "headers": [*(each for each in self.headers if each[0] != own), (own, self.request_id.encode())],
+            "client": None if self.client is None else (self.client, 0),
+            "server": None,
+            "state": {},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The beginning of an answer."""
+
+    status: int
+    headers: Headers
+
+
+class Exchange:
+    """Runs an ASGI application for one call. `answer` is its head, and then its body as it comes.
+
+    What is not taken yet goes together as one piece. Leaving `answer` early is the client's disconnect.
+    """
+
+    def __init__(self, app: ASGIApp, call: Call) -> None:
+        self._app = app
+        self._call = call
+        self._is_read = False
+        self._is_over = asyncio.Event()
+        self._has_more = asyncio.Event()
+        self._head: Head | None = None
+        self._pieces: deque[bytes] = deque()
+
+    async def answer(self) -> AsyncIterator[Head | bytes]:
+        """Raises what the application raises beside an answer of its own."""
+        running = asyncio.ensure_future(self._app(self._call.scope(), self._receive, self._send))
+        running.add_done_callback(lambda _: self._has_more.set())
+        try:
+            while True:
+                await self._has_more.wait()
+                self._has_more.clear()
+                if self._head is not None:
+                    head, self._head = self._head, None
+                    yield head
+                if self._pieces:
+                    piece = b"".join(self._pieces)
+                    self._pieces.clear()
+                    yield piece
+                elif running.done():
+                    break
+                if running.done():
+                    self._has_more.set()
+            running.result()
+        finally:
+            self._is_over.set()
+            await _ended(running)
+
+    async def _receive(self) -> Message:
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": self._call.body, "more_body": False}
+        await self._is_over.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message.get("headers", ())))
+        elif message["type"] == "http.response.body" and (body := bytes(message.get("body", b""))):
+            self._pieces.append(body)
+        self._has_more.set()
+
+
+async def _ended(running: asyncio.Future[None]) -> None:
+    """The application ends what it began; it is cut where that takes too long, or this is cancelled."""
+    try:
+        await asyncio.wait((running,), timeout=END_S)
+    finally:
+        running.cancel()
+        if running.done():
+            with contextlib.suppress(BaseException):
+                running.exception()

@@ -1,0 +1,210 @@
+"""Requests through an ingress and a replica: the answers are those of a server over the same engine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from loraplex.errors import EngineError, EngineOverloadedError
+from loraplex.routing import prefix_digests
+from loraplex.serve.exchange import REPLICA_HEADER
+from loraplex.serve.ingress import ReplicaLostError, Watch
+from loraplex.serve.scaling import LATE_SHARE
+from loraplex.serve.settings import RaySettings
+from loraplex.server import ServerConfig
+from loraplex.server.app import create_app
+from loraplex.testing import FakeAsyncEngine
+from tests.serve.parts import ADAPTERS, LocalFleet, ingress
+from tests.server.asgi_call import AsgiCall
+
+COMPLETION = {"model": "sql", "prompt": "hi", "max_tokens": 6, "ignore_eos": True}
+
+
+def client_of(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[tuple[Starlette, LocalFleet]]:
+    async with ingress() as made:
+        yield made
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """pytest's timeout ends it otherwise."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/completions", COMPLETION),
+        ("POST", "/v1/completions", {**COMPLETION, "stream": True}),
+        ("POST", "/v1/completions", {**COMPLETION, "model": "none"}),
+        ("POST", "/v1/completions", {**COMPLETION, "temperature": "hot"}),
+        ("POST", "/tokenize", {"model": "sql", "prompt": "hi"}),
+        ("GET", "/v1/models", None),
+        ("GET", "/v1/models/sql", None),
+        ("GET", "/v1/adapters?limit=1", None),
+        ("GET", "/v1/nothing", None),
+        ("DELETE", "/v1/completions", None),
+        ("POST", "/metrics", None),
+        ("GET", "/docs", None),
+    ],
+)
+async def test_an_answer_is_that_of_a_server(
+    front: tuple[Starlette, LocalFleet], method: str, path: str, body: Any
+) -> None:
+    plain = create_app(FakeAsyncEngine(ADAPTERS), ServerConfig(served_model_names=("demo",)))
+    headers = {"X-Request-Id": "mine"}
+    async with client_of(plain) as alone, client_of(front[0]) as client:
+        one, other = [await each.request(method, path, json=body, headers=headers) for each in (alone, client)]
+    assert other.status_code == one.status_code
+    assert other.headers.pop(REPLICA_HEADER) == "r0"
+    assert undated(str(sorted(other.headers.items()))) == undated(str(sorted(one.headers.items())))
+    assert undated(other.text) == undated(one.text)
+
+
+def undated(text: str) -> str:
+    """Without Unix times, whose number of digits varies."""
+    return re.sub(r"\b1\d{9}(\.\d+)?\b|'content-length', '\d+'", "*", text)
+
+
+async def test_a_request_tells_what_it_needs(front: tuple[Starlette, LocalFleet]) -> None:
+    app, fleet = front
+    prompt = "x" * 2000
+    async with client_of(app) as client:
+        for model in ("demo:sql", "demo"):
+            await client.post("/v1/completions", json={**COMPLETION, "model": model, "prompt": prompt})
+        await client.get("/v1/models")
+    needs, base, other = [call.needs for call in fleet.calls]
+    assert (needs.adapter, base.adapter, other.adapter) == ("sql", None, None)
+    assert needs.num_prompt_tokens == 500
+    assert tuple(needs.prefix_digests) == prefix_digests(f'"{prompt}"'.encode(), "None sql", 512, 64)
+    assert needs.prefix_digests != base.prefix_digests
+
+
+async def test_without_a_key_no_body_is_read_and_no_replica_asked() -> None:
+    async with ingress(api_keys=("a-key-of-sixteen",), guard_metrics=True) as (app, fleet), client_of(app) as client:
+        refused = await client.post("/v1/completions", json=COMPLETION)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await client.get("/metrics")).status_code == 401
+        assert fleet.calls == []
+        assert (await client.get("/health")).status_code == 200
+        served = await client.post(
+            "/v1/completions", json=COMPLETION, headers={"Authorization": "Bearer a-key-of-sixteen"}
+        )
+        assert served.status_code == 200
+        assert "a-key-of-sixteen" not in str(fleet.calls[0].needs)
+
+
+async def test_bodies_hosts_and_origins_are_bounded_at_the_ingress(front: tuple[Starlette, LocalFleet]) -> None:
+    app, fleet = front
+    async with client_of(app) as client:
+        long = await client.post("/v1/completions", json={"prompt": "x" * 2**24})
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_long")
+        other = await client.get("/v1/models", headers={"Host": "evil.example"})
+        assert other.status_code in (400, 403, 421)
+        crossing = await client.post("/v1/completions", json=COMPLETION, headers={"Origin": "https://evil.example"})
+        assert crossing.status_code == 403
+    assert fleet.calls == []
+
+
+async def test_a_client_that_goes_away_ends_its_request(front: tuple[Starlette, LocalFleet]) -> None:
+    app, fleet = front
+    (engine,) = fleet.engines
+    for is_stream in (True, False):
+        engine.hold(after_tokens=2 if is_stream else 0)
+        call = AsgiCall(app, "/v1/completions", {**COMPLETION, "stream": is_stream})
+        if is_stream:
+            assert await call.start() == 200
+            assert b"data" in (await call.next_chunk() or b"")
+        await until(lambda: engine.num_running == 1)
+        call.disconnect()
+        await until(lambda: engine.num_running == 0)
+        engine.resume()
+        await asyncio.gather(call.task, return_exceptions=True)
+
+
+async def test_a_replica_that_is_lost_is_said_with_what_to_do(front: tuple[Starlette, LocalFleet]) -> None:
+    app, fleet = front
+    fleet.error = ReplicaLostError("its process is gone")
+    async with client_of(app) as client:
+        lost = await client.post("/v1/completions", json=COMPLETION)
+        assert (lost.status_code, lost.json()["error"]["code"]) == (502, "replica_lost")
+        assert "send the request again" in lost.json()["error"]["message"]
+        fleet.is_error_late = True
+        stream = await client.post("/v1/completions", json={**COMPLETION, "stream": True})
+        *_, last, _ = stream.text.split("\n\n")
+        assert stream.status_code == 200
+        assert '"code":"replica_lost"' in last
+        page = (await client.get("/metrics")).text
+        assert 'loraplex:router_lost_total{replica="r0"} 1.0' in page
+        assert 'loraplex:router_requests_total{replica="r0",status="200"} 1.0' in page
+        fleet.error, fleet.is_error_late = EngineOverloadedError("too many wait"), False
+        assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 429
+
+
+async def test_without_a_replica_it_is_unavailable(front: tuple[Starlette, LocalFleet]) -> None:
+    app, fleet = front
+    fleet.num_running = 0
+    async with client_of(app) as client:
+        for answer in (await client.get("/health"), await client.post("/v1/completions", json=COMPLETION)):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert (await client.get("/v1/events")).status_code == 404
+
+
+async def test_a_header_names_the_replica() -> None:
+    async with ingress(3) as (app, fleet), client_of(app) as client:
+        for name in ("r2", "r0", "r1"):
+            answer = await client.get("/v1/models", headers={REPLICA_HEADER: name})
+            assert answer.headers[REPLICA_HEADER] == name
+            page = await client.get("/metrics", headers={REPLICA_HEADER: name})
+            assert "vllm:num_requests_running" in page.text
+        gone = await client.get("/v1/models", headers={REPLICA_HEADER: "r9"})
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "replica_not_found")
+        assert fleet.calls[-1].replica == "r9"
+
+
+async def test_a_replica_says_what_it_has_and_how_it_is() -> None:
+    settings = RaySettings(ray_target_first_token_s=0.5)
+    async with ingress(ray=settings) as (app, fleet), client_of(app) as client:
+        (replica,), (engine,) = fleet.replicas, fleet.engines
+        assert await replica.levels() == {LATE_SHARE: 0.0}
+        await client.post("/v1/completions", json=COMPLETION)
+        first, second = await replica.figures(), await replica.figures()
+        assert first["number"] < second["number"]
+        assert first["is_healthy"]
+        assert list(first["tiers"]) == [] or first["tiers"].keys() <= ADAPTERS.keys()
+        replica.check()
+        engine.die()
+        assert not (await replica.figures())["is_healthy"]
+        replica.check()
+        engine.give_up()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="does not start any more"):
+            replica.check()
+
+
+async def test_a_count_that_fails_changes_nothing() -> None:
+    counts: list[Any] = [2, RuntimeError("the controller is away"), 1]
+
+    def count() -> int:
+        found = counts.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return int(found)
+
+    watch, seen = Watch(count), []
+    for _ in range(3):
+        await watch.look()
+        seen.append(watch.num_running)
+    assert seen == [2, 2, 1]
