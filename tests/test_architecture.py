@@ -22,6 +22,7 @@ ORDER = (
     "environment",
     "private_folder",
     "config",
+    "structured",
     "sampling_params",
     "core",
     "routing",

@@ -12,6 +12,7 @@ from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
+from loraplex.structured.params import StructuredOutputsParams
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,6 +123,10 @@ class EngineSurface(Protocol):
 
     def hold_adapters(self, choice: AdapterChoice, num_prompts: int = 1) -> HeldAdapters:
         """The adapters of a request whose prompts are yet to be encoded. Raises AdapterNotFoundError."""
+        ...
+
+    def check_grammar(self, wanted: StructuredOutputsParams) -> None:
+        """Raises InvalidRequestError for a form that outputs cannot have. In a thread: it takes up to seconds."""
         ...
 
     @property
