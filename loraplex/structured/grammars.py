@@ -35,7 +35,7 @@ MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
 
 LIMITS = {
-    "max_items_in_row": 1000,
+    "max_items_in_row": 2000,
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
@@ -291,6 +291,9 @@ def _tokens_of(tokenizer: GrammarTokenizer, vocab_size: int) -> Any:
 
 
 def _wrong(reason: str) -> InvalidRequestError:
-    reason = re.sub(r"^at \d+\(\d+\): ", "", reason.replace("<non-verbose/>", "").strip().partition("\n")[0])
+    """The first line says what, the last may say why; between them are lines of the grammar."""
+    lines = reason.replace("<non-verbose/>", "").strip().splitlines() or [""]
+    why = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    reason = " ".join((re.sub(r"^at \d+\(\d+\): ", "", lines[0]), why)).strip()
     reason = shortened(reason, MAX_REASON_CHARS)
     return InvalidRequestError(f"structured_outputs: {reason}", param="structured_outputs")

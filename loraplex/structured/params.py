@@ -20,7 +20,7 @@ MAX_GRAMMAR_BYTES = 32 * 2**10
 MAX_SCHEMA_DEPTH = 32
 MAX_SCHEMA_VALUES = 8192
 MAX_MULTIPLE_OF = 10_000
-"""Of a `multipleOf` written without its decimal point: the automaton of remainders has as many states."""
+"""Of all `multipleOf` together, without their decimal points: an automaton of remainders has as many states."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -121,7 +121,7 @@ class StructuredOutputsParams:
 def _check_schema(schema: Mapping[str, Any]) -> None:
     """Depth and values, level by level; and numbers that make an automaton too large."""
     level: list[Any] = [schema]
-    num_values = 0
+    num_values = num_remainders = 0
     for _ in range(MAX_SCHEMA_DEPTH):
         num_values += len(level)
         if num_values > MAX_SCHEMA_VALUES:
@@ -129,22 +129,25 @@ def _check_schema(schema: Mapping[str, Any]) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, Mapping):
-                _check_multiple(item.get("multipleOf"))
+                num_remainders += _num_remainders(item.get("multipleOf"))
                 below += item.values()
             elif isinstance(item, list | tuple):
                 below += item
+        if num_remainders > MAX_MULTIPLE_OF:
+            _refuse(f"multipleOf has too many digits: at most {MAX_MULTIPLE_OF} without the point, all together")
         if not below:
             return
         level = below
     _refuse(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: use $defs")
 
 
-def _check_multiple(value: Any) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        number = Decimal(repr(value))
-        digits = number.normalize().as_tuple().digits if number.is_finite() else (9,) * 9
-        if len(digits) > 9 or int("".join(map(str, digits))) > MAX_MULTIPLE_OF or abs(number) > MAX_MULTIPLE_OF:
-            _refuse(f"multipleOf {shown(value)} has too many digits: at most {MAX_MULTIPLE_OF} without the point")
+def _num_remainders(value: Any) -> int:
+    """Of a `multipleOf`, of which a property of a schema may have the name."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return 0
+    if not abs(value) <= MAX_MULTIPLE_OF:  # NaN, too
+        return MAX_MULTIPLE_OF + 1
+    return int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))
 
 
 def _refuse(reason: str) -> NoReturn:
