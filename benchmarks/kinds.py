@@ -3,9 +3,9 @@
     python -m benchmarks.kinds --size s
     python -m benchmarks.kinds --size s --rounds 12 --kinds lora,dora --json results/kinds.json
 16 adapters of one kind and rank in one batch of 16, one each; a step's time is the median of the decode steps of a
-round, and a kind's speed is the median over the rounds of the base's step beside its own. Targets: 16 DoRA 0.80, 16 VeRA
-0.85, 16 IA3 0.93 of the base. LORAPLEX_ISA=avx2 measures another instruction set. Needs the `dev` extra (peft writes the
-adapters).
+round, and a kind's speed is the median over the rounds of the base's step beside its own. Targets: 16 DoRA 0.80, 16
+VeRA 0.85, 16 IA3 0.93 of the base. LORAPLEX_ISA=avx2 measures another instruction set. Needs the `dev` extra (peft
+writes the adapters).
 """
 
 from __future__ import annotations

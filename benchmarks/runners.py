@@ -117,7 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     made = fixture_for(args)
     rounds = asyncio.run(measure(made, args))
-    title = title_of(made, args, f"{args.runners} runners, {args.requests_in_flight} requests, {args.adapters} adapters")
+    title = title_of(
+        made, args, f"{args.runners} runners, {args.requests_in_flight} requests, {args.adapters} adapters"
+    )
     wide_console().print(table_of(rounds, title))
     save(args.json, {"title": title, "rounds": [asdict(each) for each in rounds]})
     return 0

@@ -175,11 +175,6 @@ class Request:
             return tuple(part.adapter_id for part in self.mix)
         return () if self.adapter_id is None else (self.adapter_id,)
 
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end it and are no text."""
-        return (*self.eos_token_ids, *self.sampling_params.stop_token_ids)
-
     def check(self, max_model_len: int, longest: int = 0) -> None:
         """Raises InvalidRequestError for what no front sends: kernels read it without another look.
 

@@ -88,8 +88,8 @@ class SamplingParams:
     """How tokens are chosen. Names, defaults and meaning are vLLM's; see docs/names.md for differences.
 
     logits -> structured_outputs -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p ->
-    one draw. `temperature=0` is greedy. `seed` makes a request's draws independent of its batch: the n-th child of a request
-    draws with `seed + n`.
+    one draw. `temperature=0` is greedy. `seed` makes a request's draws independent of its batch: the n-th child of a
+    request draws with `seed + n`.
     """
 
     n: int = 1

@@ -124,6 +124,7 @@ NOT_ON_A_BARE_MACHINE = (
     "transformers",
     "peft",
     "psutil",
+    "llguidance",
     "sqlalchemy",
     "httpx",
 )

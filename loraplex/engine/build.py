@@ -44,11 +44,11 @@ from loraplex.models.loader import load_model
 from loraplex.models.packed_cache import PackedCache
 from loraplex.models.source import resolve_model
 from loraplex.performance.profiler import Profiler
-from loraplex.structured.grammars import GrammarCompiler
-from loraplex.text.tokenizer import Tokenizer
 from loraplex.private_folder import default_folder, private_folder
 from loraplex.ranks.leader import LeadingRank
 from loraplex.ranks.messages import UseMemory
+from loraplex.structured.grammars import GrammarCompiler
+from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

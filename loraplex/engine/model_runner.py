@@ -27,7 +27,6 @@ from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import DEVICE_PART, Profiler
 from loraplex.structured.grammars import GrammarCompiler, GrammarState, Words
 
-
 _Masks = Future[list[Words | None]]
 
 

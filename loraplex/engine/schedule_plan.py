@@ -97,16 +97,14 @@ class RequestState:
         """Whether its next step depends on more of the step in flight than the id of the token drawn there, which stays
         on the device.
 
-        Penalties count that token on the host, and a grammar goes on with it there; the prompt logprobs of a chunk are taken after those of the chunk
-        before.
+        Penalties count that token on the host, and a grammar goes on with it there; the prompt logprobs of a chunk are
+        taken after those of the chunk before.
         """
         if not self.num_steps_in_flight:
             return False
         params = self.request.sampling_params
         is_prompt_scored = params.prompt_logprobs is not None and self.num_scheduled_tokens < self.num_prompt_tokens
-        return is_prompt_scored or (
-            self.num_pending_tokens > 0 and (params.has_penalties or self.grammar is not None)
-        )
+        return is_prompt_scored or (self.num_pending_tokens > 0 and (params.has_penalties or self.grammar is not None))
 
     def is_last_token_pending(self, max_model_len: int) -> bool:
         """Whether the token that is being drawn ends it whatever it is: max_tokens, or the model's length."""

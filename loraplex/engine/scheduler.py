@@ -86,9 +86,7 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- requests come and go
 
-    def add(
-        self, request: Request, *, is_prompt_checked: bool = True, grammar: OutputGrammar | None = None
-    ) -> None:
+    def add(self, request: Request, *, is_prompt_checked: bool = True, grammar: OutputGrammar | None = None) -> None:
         """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded. grammar: of its
         output; the request waits until it is compiled, and no other one for that."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"

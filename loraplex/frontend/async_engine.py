@@ -177,7 +177,7 @@ class AsyncEngine(AdapterVerbs):
         return self._front.hold_adapters(choice, num_prompts)
 
     def check_grammar(self, wanted: StructuredOutputsParams) -> None:
-        """Raises InvalidRequestError for a form that outputs cannot have. It takes up to seconds; any thread may call."""
+        """Raises InvalidRequestError for a form that outputs cannot have. It may take seconds: in a thread."""
         self._front.grammars.check(wanted)
 
     @property

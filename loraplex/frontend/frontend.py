@@ -37,7 +37,8 @@ RunLater = Callable[[Callable[[], None]], object]
 @dataclass(frozen=True)
 class Front:
     """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. grammars: checks the forms
-    of outputs. merged: what is merged into the base weights. scaling_factors: by which adapters may stretch the base's context."""
+    of outputs. merged: what is merged into the base weights. scaling_factors: by which adapters may stretch the base's
+    context."""
 
     served_model_name: str
     inputs: InputProcessor

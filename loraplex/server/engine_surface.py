@@ -27,6 +27,8 @@ class TokenizerSurface(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def template_for_tools(self) -> str: ...
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -211,6 +213,9 @@ class _NoTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return b""
+
+    def template_for_tools(self) -> str:
+        return ""
 
     def apply_chat_template(
         self,

@@ -51,8 +51,10 @@ _HEAD = '%llguidance {"no_forcing": true}\n'
 _WHITESPACE = r"[ \n\r\t]{1,40}"
 """Between two parts of JSON: enough to indent, and no model writes blanks without an end."""
 
-_JSON_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": _WHITESPACE}
+_JSON_OPTIONS = {"lenient": False, "coerce_one_of": False}
 """A keyword that is not implemented is refused, never passed over."""
+
+_CALL, _CLOSE = '{"name": %s, "parameters": ', '"}"'
 
 Words = npt.NDArray[np.int32]
 """A mask: bit i of word w is token 32 w + i."""
@@ -218,7 +220,9 @@ class GrammarCompiler:
 
     def begin_masks(self, states: Sequence[GrammarState | None]) -> Future[list[Words | None]]:
         """A mask for each request that has a grammar."""
-        return self._mask_thread.submit(lambda: [each and each.fill(self.vocab_size) for each in states])
+        return self._mask_thread.submit(
+            lambda: [None if each is None else each.fill(self.vocab_size) for each in states]
+        )
 
 
 def _llguidance() -> Any:
@@ -234,18 +238,30 @@ def _lark(params: StructuredOutputsParams, llguidance: Any) -> str:
     match params.kind:
         case "json" | "json_object":
             schema = json.loads(str(params.json)) if params.kind == "json" else {"type": "object"}
-            if "x-guidance" in schema:
-                raise _wrong("x-guidance is no keyword of JSON Schema: remove it")
-            options = {**_JSON_OPTIONS, "whitespace_flexible": not params.disable_any_whitespace}
-            if params.disable_any_whitespace:
-                del options["whitespace_pattern"]
-            return f"{_HEAD}start: %json {json.dumps({**schema, 'x-guidance': options})}"
+            return f"{_HEAD}start: {_json_of(schema, params.disable_any_whitespace)}"
+        case "calls":
+            schemas = json.loads(str(params.calls))
+            calls = [
+                f"{json.dumps(_CALL % json.dumps(name))} {_json_of(schema, params.disable_any_whitespace)} {_CLOSE}"
+                for name, schema in schemas.items()
+            ]
+            rules = [f"call_{number}: {call}" for number, call in enumerate(calls)]
+            any_call = " | ".join(f"call_{number}" for number in range(len(calls)))
+            more = "" if params.is_one_call else '(", " call)*'
+            return "\n".join((f'{_HEAD}start: "[" call {more} "]"', f"call: {any_call}", *rules))
         case "regex":
             return f"{_HEAD}start: /{llguidance.regex_to_lark(params.regex, '')}/"
         case "choice":
             return f"{_HEAD}start: {' | '.join(map(json.dumps, params.choice or ()))}"
         case _:
             return _HEAD + _own_grammar(str(params.grammar))
+
+
+def _json_of(schema: dict[str, Any], is_compact: bool) -> str:
+    if "x-guidance" in schema:
+        raise _wrong("x-guidance is no keyword of JSON Schema: remove it")
+    spaces = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITESPACE}
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, **spaces}})}"
 
 
 def _own_grammar(text: str) -> str:
@@ -293,6 +309,8 @@ def _tokens_of(tokenizer: GrammarTokenizer, vocab_size: int) -> Any:
 def _wrong(reason: str) -> InvalidRequestError:
     """The first line says what, the last may say why; between them are lines of the grammar."""
     lines = reason.replace("<non-verbose/>", "").strip().splitlines() or [""]
+    if lines[0].startswith("NoExtension"):
+        lines = ["no text of this vocabulary fits the grammar"]
     why = next((line for line in lines[1:] if line.startswith("error: ")), "")
     reason = " ".join((re.sub(r"^at \d+\(\d+\): ", "", lines[0]), why)).strip()
     reason = shortened(reason, MAX_REASON_CHARS)

@@ -103,11 +103,17 @@ class Thoughts:
         return thoughts + (self._text.rest() if is_last else ""), ""
 
 
-class AnswerParser:
-    """Of one answer, which comes in pieces. thoughts, calls: None where the text is not looked through for them."""
+def opens_thoughts(prompt: str) -> bool:
+    """Whether a prompt ends in the middle of thoughts: some templates begin them for the model."""
+    return prompt.rstrip().endswith(Thoughts.OPEN)
 
-    def __init__(self, thoughts: Thoughts | None, calls: CallParser | None) -> None:
-        self._thoughts, self._calls = thoughts, calls
+
+class AnswerParser:
+    """Of one answer, which comes in pieces. thoughts, calls: None where the text is not looked through for them.
+    allows_several: calls after the first are passed over otherwise."""
+
+    def __init__(self, thoughts: Thoughts | None, calls: CallParser | None, allows_several: bool = True) -> None:
+        self._thoughts, self._calls, self._allows_several = thoughts, calls, allows_several
         self._is_behind_thoughts = False
         self.num_calls = 0
 
@@ -123,6 +129,8 @@ class AnswerParser:
                 continue
             for part in self._calls.feed(said, is_end):
                 if isinstance(part, CallDelta):
+                    if part.index and not self._allows_several:
+                        continue
                     calls.append(part)
                     self.num_calls = part.index + 1
                 else:

@@ -41,10 +41,15 @@ def answer(parser: AnswerParser, pieces: tuple[str, ...]) -> tuple[str, str, lis
 
 
 CASES = [
-    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "}<\\"{"}}\n</tool_call>', "", [("f", '{"a": "}<\\"{"}')]),
     (
         "hermes",
-        'Hm.\n\n<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>\n<tool_call>{"name":"g"}</tool_call>\n',
+        '<tool_call>\n{"name": "f", "arguments": {"a": "}<\\"{"}}\n</tool_call>',
+        "",
+        [("f", '{"a": "}<\\"{"}')],
+    ),
+    (
+        "hermes",
+        'Hm.\n<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>\n<tool_call>{"name":"g"}</tool_call>\n',
         "Hm.",
         [("f", '{"a": [1, {}]}'), ("g", "{}")],
     ),
@@ -54,24 +59,49 @@ CASES = [
     ("hermes", '<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "null")]),
-    ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>ok', '<tool_call>{"name": 7, "arguments": {}}ok', []),
+    (
+        "hermes",
+        '<tool_call>{"name": 7, "arguments": {}}</tool_call>ok',
+        '<tool_call>{"name": 7, "arguments": {}}ok',
+        [],
+    ),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
-    ("llama3_json", ' <|python_tag|>{"name": "f", "parameters": {}}; {"name": "f", "parameters": {"b": 2}}', "", [("f", "{}"), ("f", '{"b": 2}')]),
+    (
+        "llama3_json",
+        ' <|python_tag|>{"name": "f", "parameters": {}}; {"name": "f", "parameters": {"b": 2}}',
+        "",
+        [("f", "{}"), ("f", '{"b": 2}')],
+    ),
     ("llama3_json", '{"name": "John", "parameters": {}}', '{"name": "John", "parameters": {}}', []),
     ("llama3_json", '{"age": 3, "name": "f"} and so on', '{"age": 3, "name": "f"} and so on', []),
     ("llama3_json", ' I say {"name": "f", "parameters": {}}', ' I say {"name": "f", "parameters": {}}', []),
     ("llama3_json", "  <|pyth", "  <|pyth", []),
-    ("mistral", 'So [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "So", [("f", '{"a": 1}'), ("g", "{}")]),
+    (
+        "mistral",
+        'So [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "So",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
     ("mistral", '[TOOL_CALLS]f{"a": [2]}[TOOL_CALLS]g[ARGS]{"b": "}"}', "", [("f", '{"a": [2]}'), ("g", '{"b": "}"}')]),
     ("mistral", "no [TOOL", "no [TOOL", []),
-    ("pythonic", '[get_weather(city="S)F", n=-3, m=[1.5, None]), f()]', "", [("get_weather", '{"city": "S)F", "n": -3, "m": [1.5, null]}'), ("f", "{}")]),
+    (
+        "pythonic",
+        '[get_weather(city="S)F", n=-3, m=[1.5, None]), f()]',
+        "",
+        [("get_weather", '{"city": "S)F", "n": -3, "m": [1.5, null]}'), ("f", "{}")],
+    ),
     ("pythonic", "[f(a={'x': [True, false]})]", "", [("f", '{"a": {"x": [true, false]}}')]),
     ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
     ("pythonic", "[f(g(1))]", "[f(g(1))]", []),
     ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
     ("pythonic", "I call f(a=1)", "I call f(a=1)", []),
     ("pythonic", '[f(a="', '[f(a="', []),
-    ("list", '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]', "", [("f", '{"a": 1}'), ("g", "{}")]),
+    (
+        "list",
+        '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
     ("one", '{"a": 1}', "", [("f", '{"a": 1}')]),
 ]
 
@@ -83,9 +113,12 @@ def test_known_answers(name: str, text: str, content: str, calls: list[tuple[str
 
 
 PIECES = st.sampled_from(
-    ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", '{"name": "f", ')
-    + ('"arguments": ', '"parameters": ', '{"a": 1}', "[f(a=", "[f()]", ")", "]", "[", "}", "{", '"', "\\", ",", ";", " ")
-    + ("\n", "x", "\u2605", "7", "null", "[ARGS]", "<", "'", "(", "f", '{"name": "f", "arguments": {}}')
+    [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", "[ARGS]"),
+        *('{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": 1}', '{"name": "f", "arguments": {}}'),
+        *("[f(a=", "[f()]", "null", "\u2605"),
+        *"()[]{}\"',;\\<fx7 \n",
+    ]
 )
 
 
@@ -108,7 +141,9 @@ def test_a_text_without_calls_is_content_as_it_is(text: str, name: str) -> None:
         assert parsed(name, text) == (text, [])
 
 
-json_objects = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=8) | st.lists(st.booleans()))
+json_objects = st.dictionaries(
+    st.text(max_size=5), st.none() | st.integers() | st.text(max_size=8) | st.lists(st.booleans())
+)
 
 
 @given(calls=st.lists(st.tuples(st.sampled_from(NAMES), json_objects), min_size=1, max_size=4))
@@ -145,15 +180,15 @@ def test_thoughts(text: str, is_open: bool, expected: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-@pytest.mark.parametrize("unit", ["[", "{", ",", " ", "<tool_call>", '{"', '"', "\\", "[f(", "[TOOL_CALLS]", '<tool_call>{"a":'])
+@pytest.mark.parametrize(
+    "unit", ["[", "{", ",", " ", "<tool_call>", '{"', '"', "\\", "[f(", "[TOOL_CALLS]", '<tool_call>{"a":']
+)
 def test_hostile_texts_are_read_to_their_end(name: str, unit: str) -> None:
     """What is long is read in pieces; the time limit of a test would show a parser that looks back."""
     text = unit * (200_000 // len(unit))
     content, calls = parsed(name, text)
     if name not in ("one", "list", "mistral"):
         assert len(content.strip()) + sum(len(arguments) for _, arguments in calls) <= len(text)
-    for begin in range(0, 2000):  # and token by token
-        assert begin < 2000
     parsed(name, *[unit] * 5000)
 
 
