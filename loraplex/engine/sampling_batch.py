@@ -24,6 +24,10 @@ from loraplex.core import SamplingParams
 from loraplex.kernels.device_copies import upload
 
 _LARGEST = torch.finfo(torch.float32).max
+_BIAS_OF_BYTE = torch.from_numpy(
+    np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+).float()
+"""[256, 8]: what eight bits of a mask add to their logits."""
 
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
@@ -167,15 +171,14 @@ def mask_logits(logits: Tensor, batch: SamplingBatch) -> None:
         return
     vocab_size = logits.shape[1]
     words = np.zeros((len(rows), -(-vocab_size // 32)), np.int32)
-    for line, i in zip(words, rows, strict=True):
+    for known, i in zip(words, rows, strict=True):
         mask = batch.rows[i].mask
         assert mask is not None
-        known = mask[: len(line)]
-        line[: len(known)] = known
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    is_allowed = (upload(words, logits.device)[:, :, None] >> shifts & 1).view(len(rows), -1)[:, :vocab_size].bool()
-    bias = torch.full_like(is_allowed, -torch.inf, dtype=logits.dtype).masked_fill_(is_allowed, 0)
-    logits.index_add_(0, upload(np.array(rows, np.int64), logits.device), bias)
+        known[: len(mask)] = mask[: len(known)]
+    data = upload(words.view(np.uint8).astype(np.int32), logits.device)
+    bias = torch.nn.functional.embedding(data, _BIAS_OF_BYTE.to(logits.device)).view(len(rows), -1)[:, :vocab_size]
+    for line, i in zip(bias, rows, strict=True):
+        logits[i].add_(line)
 
 
 @contextmanager

@@ -212,6 +212,7 @@ class AsyncEngine(AdapterVerbs):
             importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
             await asyncio.gather(engine._runners.start(), importing)
             engine._make_front(base_names)
+            await asyncio.to_thread(engine._front.grammars.prepare)
             if journal is not None and engine.registry is not None:
                 await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
             engine._runners.consolidate(engine._streams, engine._mover, lambda: engine._profile is not None)

@@ -23,7 +23,7 @@ from loraplex.core import (
     mix_digest,
 )
 from loraplex.errors import InvalidRequestError, LoraDisabledError
-from loraplex.structured.grammars import GrammarCompiler
+from loraplex.structured.grammars import ByteTokens, GrammarCompiler
 from loraplex.text.adapter_text import AdapterTexts
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
@@ -208,7 +208,7 @@ def make_front(
         OutputProcessor(base.tokenizer),
         registry,
         texts,
-        grammars or GrammarCompiler(lambda: base.tokenizer, info.vocab_size),
+        grammars or GrammarCompiler(ByteTokens, ByteTokens.vocab_size),
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )

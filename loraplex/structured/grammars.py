@@ -6,7 +6,7 @@ Every grammar becomes one in Lark's notation with `no_forcing`: a mask has every
 where only one text can follow. Forced texts would be cut by a tokenizer each time, which costs as much as they are
 long. Compiling takes up to seconds: nothing here waits for it but `compile` and `check`.
 
-What a grammar may cost is counted, not timed, by llguidance itself: a compilation that passes has passed everywhere.
+What a grammar may cost is counted, not timed, by llguidance itself: every machine gives the same verdict.
 One whose masks take too long all the same ends its request alone.
 """
 
@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -67,6 +68,17 @@ class GrammarTokenizer(Protocol):
     def special_ids(self) -> Collection[int]: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class ByteTokens:
+    """A vocabulary of bytes: enough to say whether a grammar can be compiled. A real one takes up to a second, in which
+    no other thread of its process runs."""
+
+    special_ids: Collection[int] = ()
+    vocab_size = 256
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
 
 
 class GrammarState:
@@ -142,6 +154,11 @@ class GrammarCompiler:
             threads.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------------------------------------------------- compile
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, where it would stop others later; what is missing is said to the first request."""
+        with suppress(InvalidRequestError):
+            self._tokens()
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Raises InvalidRequestError with the reason why outputs cannot have this form."""
