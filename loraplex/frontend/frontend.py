@@ -179,8 +179,7 @@ def make_front(
 
     directory, has_defaults = config.tokenizer or info.model_path, config.generation_config == "auto"
     texts = texts_beside(info.model_path, info.vocab_size, directory, has_defaults)
-    base = texts.of(None)
-    registry = None
+    base, registry = texts.of(None), None
     if config.lora is not None and store is not None:
         reader, read_text = (
             CheckedReader(info.targets, config.lora, info.long_contexts, keeps_projections=info.device == "cpu"),

@@ -246,14 +246,7 @@ class ServerSettings:
                     "adapter_output_dir is empty; give a directory, or leave it out",
                 ),
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
-                (
-                    self.tool_call_parser in ("auto", *TOOL_CALL_PARSERS),
-                    f"tool_call_parser must be auto or one of {TOOL_CALL_PARSERS}, got {self.tool_call_parser!r}",
-                ),
-                (
-                    self.reasoning_parser in (None, *REASONING_PARSERS),
-                    f"reasoning_parser must be one of {REASONING_PARSERS}, got {self.reasoning_parser!r}",
-                ),
+                *self._parser_checks(),
                 *self._state_checks(),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
@@ -275,6 +268,18 @@ class ServerSettings:
             "max_connections_per_ip": self.max_connections_per_ip,
         }
         return [(limit is None or limit >= 1, f"{name} must be >= 1, got {limit}") for name, limit in limits.items()]
+
+    def _parser_checks(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.tool_call_parser in ("auto", *TOOL_CALL_PARSERS),
+                f"tool_call_parser must be auto or one of {TOOL_CALL_PARSERS}, got {self.tool_call_parser!r}",
+            ),
+            (
+                self.reasoning_parser in (None, *REASONING_PARSERS),
+                f"reasoning_parser must be one of {REASONING_PARSERS}, got {self.reasoning_parser!r}",
+            ),
+        ]
 
     def _state_checks(self) -> list[tuple[bool, str]]:
         return [
