@@ -241,10 +241,6 @@ class ServerSettings:
                     self.on_bad_adapter in ON_BAD_ADAPTER,
                     f"on_bad_adapter must be one of {ON_BAD_ADAPTER}, got {self.on_bad_adapter!r}",
                 ),
-                (
-                    self.adapter_output_dir != "",
-                    "adapter_output_dir is empty; give a directory, or leave it out",
-                ),
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
                 *self._parser_checks(),
                 *self._state_checks(),
@@ -284,6 +280,7 @@ class ServerSettings:
     def _state_checks(self) -> list[tuple[bool, str]]:
         return [
             (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
+            (self.adapter_output_dir != "", "adapter_output_dir is empty; give a directory, or leave it out"),
             (self.database_url != "", "database_url is empty; give postgresql://user@host/name, or leave it out"),
             (
                 MIN_DATABASE_PATIENCE_S <= self.database_patience_s < inf,

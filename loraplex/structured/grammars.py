@@ -17,9 +17,9 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -101,12 +101,23 @@ class GrammarState:
     def commit(self, token_id: int) -> None:
         """The token is part of the output."""
         matcher = self._future.result()
-        if token_id in self._eos_token_ids and matcher.is_accepting():
-            self.is_complete = True
-        elif not matcher.consume_token(token_id):
-            self.error = _wrong(f"a token did not fit: {matcher.get_error()}")
-        else:
-            self.is_complete = matcher.is_stopped()
+        with self._guarded():
+            if token_id in self._eos_token_ids and matcher.is_accepting():
+                self.is_complete = True
+            elif not matcher.consume_token(token_id):
+                self.error = _wrong(f"a token did not fit: {matcher.get_error()}")
+            else:
+                self.is_complete = matcher.is_stopped()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What fails in the library is an error of this request: the step goes on."""
+        try:
+            yield
+        except BaseException as error:  # a panic of its is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            self.error = _wrong(f"the grammar cannot be followed: {type(error).__name__}")
 
     def fill(self, vocab_size: int) -> Words:
         """The mask of the next token over the base's vocabulary; all zero when there is an error. End tokens are in it
@@ -115,18 +126,21 @@ class GrammarState:
         words = np.zeros(max(num_words, 1 + max(self._eos_token_ids, default=0) // _WORD_BITS), np.int32)
         matcher = self._future.result()
         began_s = time.thread_time()
+        can_end = False
         if self.error is None:
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * num_words)
-            if matcher.is_error():
-                self.error = _wrong(matcher.get_error())
-            elif time.thread_time() - began_s > MAX_MASK_CPU_S:
-                self.error = _wrong("it takes too long to find the tokens that may follow: make it simpler")
+            with self._guarded():
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * num_words)
+                can_end = matcher.is_accepting()
+                if matcher.is_error():
+                    self.error = _wrong(matcher.get_error())
+                elif time.thread_time() - began_s > MAX_MASK_CPU_S:
+                    self.error = _wrong("it takes too long to find the tokens that may follow: make it simpler")
         if self.error is not None:
             words[:] = 0
             return words
         bits = words.view(np.uint32)
         bits[vocab_size // _WORD_BITS] &= np.uint32(~(1 << vocab_size % _WORD_BITS) & 0xFFFFFFFF)
-        for token_id in self._eos_token_ids if matcher.is_accepting() else ():
+        for token_id in self._eos_token_ids if can_end else ():
             bits[token_id // _WORD_BITS] |= np.uint32(1 << token_id % _WORD_BITS)
         return words
 
@@ -178,11 +192,12 @@ class GrammarCompiler:
             return known.result()
         try:
             mine.set_result(self._compile(params))
-        except BaseException as error:
+        except InvalidRequestError as error:
             mine.set_exception(error)
-            if not isinstance(error, InvalidRequestError):
-                with self._lock:
-                    self._compiled.pop(params.digest, None)
+        except BaseException as error:  # a panic of the library's is no Exception; those of the process are no verdict
+            with self._lock:
+                self._compiled.pop(params.digest, None)
+            mine.set_exception(_wrong(f"the grammar cannot be compiled: {type(error).__name__}"))
         return mine.result()
 
     def _compile(self, params: StructuredOutputsParams) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,27 @@ def test_any_walk_through_the_masks_ends_in_a_match(compiler: GrammarCompiler, r
             assert re.fullmatch(regex, data.decode(), re.DOTALL)
             return
     assert state.error is None
+
+
+class Broken:
+    """A matcher of a library that has a mistake."""
+
+    def is_accepting(self) -> bool:
+        return False
+
+    def consume_token(self, token_id: int) -> bool:
+        raise RuntimeError(f"no {token_id}")
+
+    def unsafe_compute_mask_ptr(self, address: int, nbytes: int) -> None:
+        raise RuntimeError("panic")
+
+
+def test_a_mistake_of_the_library_is_one_requests_error() -> None:
+    future: Future[Any] = Future()
+    future.set_result(Broken())
+    masked, committed = GrammarState(future, (EOS,)), GrammarState(future, (EOS,))
+    assert allowed(masked) == []
+    committed.commit(5)
+    for state in (masked, committed):
+        assert state.error is not None
+        assert "RuntimeError" in state.error.message
