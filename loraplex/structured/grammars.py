@@ -345,5 +345,6 @@ def _wrong(reason: str) -> InvalidRequestError:
         lines = ["no text of this vocabulary fits the grammar"]
     why = next((line for line in lines[1:] if line.startswith("error: ")), "")
     reason = " ".join((re.sub(r"^at \d+\(\d+\): ", "", lines[0]), why)).strip()
+    reason = re.sub(r"[^\s\"]{41,}", lambda found: shortened(found[0]), reason)  # words of the request
     reason = shortened(reason, MAX_REASON_CHARS)
     return InvalidRequestError(f"structured_outputs: {reason}", param="structured_outputs")
