@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from loraplex.errors import LoraplexError
     from loraplex.frontend.async_engine import AsyncEngine
     from loraplex.frontend.llm import LLM
+    from loraplex.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOME_OF = {
     "EngineConfig": "loraplex.config",
     "LoRAConfig": "loraplex.config",
     "LoraplexError": "loraplex.errors",
+    "StructuredOutputsParams": "loraplex.structured.params",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "LoraplexError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from loraplex.errors import InvalidRequestError
+from loraplex.structured.params import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
@@ -76,6 +77,9 @@ _KINDS = {
     "stop": _Kind("a string or a list of strings", lambda value: isinstance(value, str) or _STRINGS(value)).or_none(),
     "stop_token_ids": _Kind("a list of token ids", _is_list_of(_is_whole)).or_none(),
     "logit_bias": _Kind("a mapping of token ids to numbers", _is_bias).or_none(),
+    "structured_outputs": _Kind(
+        "StructuredOutputsParams", lambda value: isinstance(value, StructuredOutputsParams)
+    ).or_none(),
 }
 
 
@@ -83,9 +87,9 @@ _KINDS = {
 class SamplingParams:
     """How tokens are chosen. Names, defaults and meaning are vLLM's; see docs/names.md for differences.
 
-    logits -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw.
-    `temperature=0` is greedy. `seed` makes a request's draws independent of its batch: the n-th child of a request
-    draws with `seed + n`.
+    logits -> structured_outputs -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p ->
+    one draw. `temperature=0` is greedy. `seed` makes a request's draws independent of its batch: the n-th child of a
+    request draws with `seed + n`.
     """
 
     n: int = 1
@@ -108,6 +112,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         wrong = [
@@ -190,7 +195,7 @@ class SamplingParams:
         return self._with(n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 
     def with_collections_of(self, other: SamplingParams) -> SamplingParams:
-        """These parameters with `stop`, `stop_token_ids` and `logit_bias` of the others, which stay one object."""
+        """These parameters with `stop`, `logit_bias` and all else that may be long of the others: one object each."""
         return self._with(**{name: getattr(other, name) for name in _COLLECTIONS})
 
     def shares_collections_with(self, other: SamplingParams) -> bool:
@@ -205,7 +210,7 @@ class SamplingParams:
         return made
 
 
-_COLLECTIONS = ("stop", "stop_token_ids", "logit_bias")
+_COLLECTIONS = ("stop", "stop_token_ids", "logit_bias", "structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)

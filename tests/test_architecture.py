@@ -22,6 +22,7 @@ ORDER = (
     "environment",
     "private_folder",
     "config",
+    "structured",
     "sampling_params",
     "core",
     "routing",
@@ -125,6 +126,7 @@ NOT_ON_A_BARE_MACHINE = (
     "transformers",
     "peft",
     "psutil",
+    "llguidance",
     "sqlalchemy",
     "httpx",
 )

@@ -16,13 +16,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 import psutil
 import pytest
+from pydantic import BaseModel, Field
 
 import loraplex
 from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
@@ -504,3 +505,48 @@ def check_that_adapters_are_refused(server: Server) -> None:
                 sdk.completions.create(model=model, prompt="banana=", extra_body=extra)
         with pytest.raises(openai.NotFoundError):
             sdk.completions.create(model="upper", prompt="banana=")
+
+
+# --------------------------------------------------------------------------------------------- outputs in a form, tools
+
+
+class Answer(BaseModel):
+    count: int = Field(ge=0, le=99)
+    kind: Literal["red", "blue"]
+
+
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": Answer.model_json_schema()}}
+
+
+def test_outputs_in_a_form(sdk: openai.OpenAI) -> None:
+    """Of the base and adapters at once."""
+
+    def ask(model: str) -> Any:
+        answer = sdk.chat.completions.parse(
+            model=model, messages=user("banana bread"), response_format=Answer, max_tokens=600
+        )
+        return answer.choices[0].message.parsed
+
+    with ThreadPoolExecutor(len(MODELS)) as pool:
+        assert all(isinstance(parsed, Answer) for parsed in pool.map(ask, MODELS))
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        sdk.completions.create(
+            model="upper", prompt="x", extra_body={"guided_json": {"type": "array", "uniqueItems": True}}
+        )
+
+
+def test_tools_that_must_be_called_parse(sdk: openai.OpenAI) -> None:
+    stream = sdk.chat.completions.create(
+        model="upper",
+        messages=user("banana bread"),
+        tools=[ADD],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=800,
+        stream=True,
+    )
+    chunks = [chunk.choices[0] for chunk in stream]
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert [call.function.name for call in calls if call.function and call.function.name] == ["add"]
+    Answer.model_validate_json("".join(call.function.arguments or "" for call in calls if call.function))
+    assert chunks[-1].finish_reason == "tool_calls"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,6 +47,8 @@ from loraplex.performance.profiler import Profiler
 from loraplex.private_folder import default_folder, private_folder
 from loraplex.ranks.leader import LeadingRank
 from loraplex.ranks.messages import UseMemory
+from loraplex.structured.grammars import GrammarCompiler
+from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -142,15 +145,31 @@ def _build(
     prepare = None if adapters is None else adapters.prepare_step
     sampler = Sampler(model_config.vocab_size, backend)
     merger = _merger(config, model, backend, adapters)
-    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, prepare, graphs, merger)
+    grammars = GrammarCompiler(partial(_open_tokenizer, config.tokenizer or path), model_config.vocab_size)
+    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, prepare, graphs, merger, grammars)
     _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = _info(config, path, model_config, memory, model, backend, device_choice)
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests
     return EngineCore(
-        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
+        info,
+        scheduler,
+        runner,
+        blocks,
+        adapters,
+        waiting,
+        profiler,
+        events,
+        caretaker,
+        look_ahead=look_ahead,
+        grammars=grammars,
     )
+
+
+def _open_tokenizer(path: str | Path) -> Tokenizer | None:
+    """At the first request whose output has a form: other requests come as token ids."""
+    return Tokenizer.from_dir(path) if (Path(path) / "tokenizer.json").exists() else None
 
 
 def _share_memory(

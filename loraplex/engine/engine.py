@@ -27,6 +27,7 @@ from loraplex.metrics import EngineStats, KernelSpeedup, MemoryReport, StepTimes
 from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import STEP_PARTS, Profiler
 from loraplex.performance.steps import StepProfile, StepRecorder, StepRow
+from loraplex.structured.grammars import GrammarCompiler, GrammarState
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,10 @@ class EngineCore:
         events: EventLog,
         caretaker: Caretaker,
         look_ahead: bool = False,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.info = info
+        self.grammars = grammars
         self.is_stalled = False
         self._scheduler = scheduler
         self._runner = runner
@@ -175,8 +178,16 @@ class EngineCore:
         for refusal in filter(None, map(self._caretaker.refusal, request.adapter_ids)):
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=refusal.to_payload())]
         self._caretaker.arrived(request)
-        self._scheduler.add(request, is_prompt_checked=vocab_size is not None)
+        self._scheduler.add(request, is_prompt_checked=vocab_size is not None, grammar=self._grammar_of(request))
         return []
+
+    def _grammar_of(self, request: Request) -> GrammarState | None:
+        wanted = request.sampling_params.structured_outputs
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise InvalidRequestError("this engine compiles no grammars", param="structured_outputs")
+        return self.grammars.start(wanted, request.eos_token_ids, request.output_token_ids)
 
     def _vocab_size_of(self, adapter_id: int | None) -> int | None:
         """None: the adapter is to be loaded first."""
@@ -202,6 +213,13 @@ class EngineCore:
     def is_in_care(self) -> bool:
         """Whether something is being restored, so that `step` should be called soon although no request waits."""
         return self._caretaker.is_at_work
+
+    def wait_for_change(self, timeout_s: float) -> None:
+        """While `is_stalled`: until a load or a grammar that requests wait for has come on, at most so long."""
+        if self.grammars is not None and self.grammars.is_busy:
+            self.grammars.wait(timeout_s)
+        elif self._adapters is not None:
+            self._adapters.wait_for_change(timeout_s)
 
     @property
     def has_unfinished(self) -> bool:
@@ -313,6 +331,8 @@ class EngineCore:
     def close(self) -> None:
         self._flights.drain()
         self._runner.close()
+        if self.grammars is not None:
+            self.grammars.close()
         if self._adapters is not None:
             self._adapters.close()
 

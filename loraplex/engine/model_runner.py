@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,9 @@ from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder
 from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import DEVICE_PART, Profiler
+from loraplex.structured.grammars import GrammarCompiler, GrammarState, Words
+
+_Masks = Future[list[Words | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class StepHandle:
         for row in output.failed_rows:
             tokens[self._sampled[row].state.request.request_id] = _odd_token(self._sampled[row])
         for row in output.barred_rows:
-            tokens[self._sampled[row].state.request.request_id] = SampledToken(0, error=_no_token_left())
+            tokens[self._sampled[row].state.request.request_id] = _no_token_left(self._sampled[row].state)
         errors = {} if self._arriving is None else self._arriving.errors()
         return tokens | {each: SampledToken(0, error=error) for each, error in errors.items() if each in tokens}
 
@@ -119,7 +123,7 @@ class ModelRunner:
 
     prepare_adapters: makes adapters ready for a step (WeightStore.prepare); None in an engine without LoRA. graphs:
     captured decode steps; None where every step runs kernel by kernel. merger: of the dominant adapter, None where it
-    stays unmerged.
+    stays unmerged. grammars: makes the masks of outputs with a form.
     """
 
     def __init__(
@@ -132,8 +136,10 @@ class ModelRunner:
         prepare_adapters: Callable[[Iterable[int]], StepGate | None] | None = None,
         graphs: DecodeGraphs | None = None,
         merger: DominantMerger | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._model = model
+        self._grammars = grammars
         self._kv = kv
         self._builder = builder
         self._sampler = sampler
@@ -229,11 +235,12 @@ class ModelRunner:
             step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
             self._take_pending(step)
             merged = None if self.merger is None else self.merger.layers_for(sole_content(plan))
+        masks = self._begin_masks(step.sampled)
         with self._profiler.part("forward"):
             began = self._timed_event()
             hidden, logits = self._forward(step, arriving, merged)
         with self._profiler.part("sample"):
-            return self._sample(step, hidden, logits, arriving, began)
+            return self._sample(step, hidden, logits, arriving, began, masks)
 
     def _timed_event(self) -> torch.cuda.Event | None:
         """Recorded now, while a profile wants the device's time."""
@@ -328,18 +335,30 @@ class ModelRunner:
         logits: torch.Tensor | None,
         arriving: _Arriving | None,
         began: torch.cuda.Event | None = None,
+        masks: _Masks | None = None,
     ) -> StepHandle:
         drawn: DrawnTokens | None = None
         if logits is not None:
-            drawn = self._draw(logits, step.sampled)
+            drawn = self._draw(logits, step.sampled, masks)
             self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
         scored = [] if hidden is None else [self._score_prompt(rows, hidden) for rows in step.prompt_rows]
         ended = self._timed_event()
         device_time = None if began is None or ended is None else _DeviceTime(began, ended, self._profiler)
         return StepHandle(step.sampled, drawn, scored, arriving, device_time)
 
-    def _draw(self, logits: torch.Tensor, sampled: Sequence[ScheduledSequence]) -> DrawnTokens:
+    def _begin_masks(self, sampled: Sequence[ScheduledSequence]) -> _Masks | None:
+        """Beside the forward pass: a thread makes them, without the interpreter's lock."""
+        states = [each.state.grammar for each in sampled]
+        if self._grammars is None or not any(states):
+            return None
+        return self._grammars.begin_masks([each if isinstance(each, GrammarState) else None for each in states])
+
+    def _draw(
+        self, logits: torch.Tensor, sampled: Sequence[ScheduledSequence], masks: _Masks | None = None
+    ) -> DrawnTokens:
         rows = [_sampling_row(sequence) for sequence in sampled]
+        if masks is not None:
+            rows = [replace(row, mask=mask) for row, mask in zip(rows, masks.result(), strict=True)]
         if logits.shape[1] == self._sampler.vocab_size:
             return self._sampler.launch(logits, rows)
         slots = [BASE_SLOT if each.state.lora_slot is None else each.state.lora_slot for each in sampled]
@@ -396,7 +415,12 @@ def _odd_token(sequence: ScheduledSequence) -> SampledToken:
     return SampledToken(0, error=error, has_odd_logits=True)
 
 
-def _no_token_left() -> InvalidRequestError:
-    return InvalidRequestError(
-        "min_tokens forbids every token that the model allows here: give fewer stop_token_ids", param="min_tokens"
-    )
+def _no_token_left(state: RequestState) -> SampledToken:
+    grammar = state.grammar
+    if isinstance(grammar, GrammarState) and grammar.error is not None:
+        return SampledToken(0, error=grammar.error)
+    if grammar is not None and state.num_output_tokens >= state.request.sampling_params.min_tokens:
+        text = "structured_outputs: the grammar allows no token of this model's vocabulary here"
+        return SampledToken(0, error=InvalidRequestError(text, param="structured_outputs"))
+    text = "min_tokens forbids every token that the model allows here: give fewer stop_token_ids"
+    return SampledToken(0, error=InvalidRequestError(text, param="min_tokens"))

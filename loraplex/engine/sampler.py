@@ -1,6 +1,6 @@
 """From logits to tokens, for a whole batch at once.
 
-    logits -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw
+    logits -> mask -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw
 
 Tokens are ordered by (logit, descending; id, ascending), so a tie never depends on a library's sort. top_k keeps the
 first k of that order; top_p the shortest prefix whose mass is at least top_p (of what top_k left); min_p the tokens
@@ -37,6 +37,7 @@ from loraplex.engine.sampling_batch import (
     SamplingRow,
     SamplingState,
     edited_logits,
+    mask_logits,
     uniforms,
 )
 from loraplex.errors import InvalidRequestError
@@ -84,7 +85,7 @@ class SamplerOutput:
     """token_ids int64 [n]; logprobs [n], None where not asked.
 
     failed_rows: rows whose logits hold NaN or no finite maximum, as the model gave them. barred_rows: rows of which
-    the request's own min_tokens left no token. The token of either is 0: its request must end with an error.
+    the request's own min_tokens or mask left no token. The token of either is 0: its request must end with an error.
     """
 
     token_ids: Int64s
@@ -98,7 +99,7 @@ class SamplerOutput:
     ) -> Self:
         """top [n]: the largest logit of each row after its edits (sampling_batch.py says what those cannot do)."""
         without_token = np.flatnonzero(~np.isfinite(top)).tolist()
-        barred = tuple(i for i in without_token if top[i] < 0 and batch.rows[i].is_below_min_tokens)
+        barred = tuple(i for i in without_token if top[i] < 0 and batch.rows[i].may_bar_all)
         return cls(token_ids, tuple(logprobs), tuple(i for i in without_token if i not in barred), barred)
 
     @classmethod
@@ -150,13 +151,15 @@ class Sampler:
         return self.launch(logits, rows).result()
 
     def launch(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> DrawnTokens:
-        """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and restored."""
+        """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and restored
+        but for masks."""
         batch = rows if isinstance(rows, SamplingBatch) else SamplingBatch.build(rows)
         assert logits.shape == (len(batch.rows), self.vocab_size), (
             f"logits {tuple(logits.shape)}, {len(batch.rows)} rows"
         )
         with torch.inference_mode():
             logits = logits.float().contiguous()
+            mask_logits(logits, batch)
             draw = self._draw_beside_host if device_ranking.runs_beside_host(logits) else self._draw_and_wait
             return draw(logits, batch)
 

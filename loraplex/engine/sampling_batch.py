@@ -1,12 +1,12 @@
 """What the sampler is told of each row of a batch, and the edits that these ask of the logits.
 
-    logits -> penalties -> logit_bias -> min_tokens
+    logits -> mask of a grammar -> penalties -> logit_bias -> min_tokens
 
 Edits touch few elements of a row, so they are scattered into the logits and taken back after the draw; nothing is
-copied.
+copied. A mask stays: log probabilities are those of the tokens that it allows, as in vLLM.
 
 No edit makes NaN or +Inf of a finite logit. So a row whose largest edited logit is one of these had it before, and
-speaks against its adapter or the base; where that is -Inf, `min_tokens` forbade all there was.
+speaks against its adapter or the base; where that is -Inf, a mask or `min_tokens` forbade all there was.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from loraplex.core import SamplingParams
 from loraplex.kernels.device_copies import upload
 
 _LARGEST = torch.finfo(torch.float32).max
+_BIAS_OF_BYTE = torch.from_numpy(
+    np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+).float()
+"""[256, 8]: what eight bits of a mask add to their logits."""
 
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
@@ -82,7 +86,8 @@ class SamplingRow:
     """One row of logits. `position` is the index of the token being drawn: 0 for the first of the output.
 
     `state` holds the counts of exactly `output_token_ids`; without it they are counted from the two lists, when a
-    penalty asks.
+    penalty asks. `mask`: the tokens that a grammar allows, bit i of word w is token 32 w + i; what is behind its end is
+    not allowed.
     """
 
     params: SamplingParams
@@ -92,6 +97,7 @@ class SamplingRow:
     output_token_ids: Sequence[int] = ()
     stop_ids_for_min_tokens: Sequence[int] = ()
     state: SamplingState | None = None
+    mask: npt.NDArray[np.int32] | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -100,6 +106,11 @@ class SamplingRow:
     @property
     def is_below_min_tokens(self) -> bool:
         return self.position < self.params.min_tokens and len(self.stop_ids_for_min_tokens) > 0
+
+    @property
+    def may_bar_all(self) -> bool:
+        """Whether what the request asks may leave no token."""
+        return self.mask is not None or self.is_below_min_tokens
 
     def needs_state(self) -> bool:
         return self.has_penalties or bool(self.params.logit_bias)
@@ -151,6 +162,23 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def mask_logits(logits: Tensor, batch: SamplingBatch) -> None:
+    """logits [n, V] += 0 where a row's mask allows a token, -inf elsewhere; NaN and +Inf of a model stay to be seen."""
+    rows = [i for i, row in enumerate(batch.rows) if row.mask is not None]
+    if not rows:
+        return
+    vocab_size = logits.shape[1]
+    words = np.zeros((len(rows), -(-vocab_size // 32)), np.int32)
+    for known, i in zip(words, rows, strict=True):
+        mask = batch.rows[i].mask
+        assert mask is not None
+        known[: len(mask)] = mask[: len(known)]
+    data = upload(words.view(np.uint8).astype(np.int32), logits.device)
+    bias = torch.nn.functional.embedding(data, _BIAS_OF_BYTE.to(logits.device)).view(len(rows), -1)[:, :vocab_size]
+    for line, i in zip(bias, rows, strict=True):
+        logits[i].add_(line)
 
 
 @contextmanager

@@ -18,6 +18,15 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class OutputGrammar(Protocol):
+    """Which tokens may come next: `structured.GrammarState`."""
+
+    @property
+    def is_complete(self) -> bool: ...
+    def is_ready(self) -> bool: ...
+    def commit(self, token_id: int) -> None: ...
+
+
 class TokenCounts(Protocol):
     """What the sampler keeps of a request between steps; it is told each new token."""
 
@@ -34,7 +43,7 @@ class RequestState:
     known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
     counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. is_prompt_checked:
     its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all adapters of a mix, the first
-    of which is in `lora_slot`.
+    of which is in `lora_slot`. grammar: of its output; None: any text.
     """
 
     request: Request
@@ -59,11 +68,16 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sampling_state: TokenCounts | None = None
     is_prompt_checked: bool = True
+    grammar: OutputGrammar | None = None
 
     def append(self, token_id: int) -> None:
         if isinstance(self.token_ids, tuple):
             self.token_ids = list(self.token_ids)
         self.token_ids.append(token_id)
+        if self.sampling_state is not None:
+            self.sampling_state.commit((token_id,))
+        if self.grammar is not None:
+            self.grammar.commit(token_id)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -83,14 +97,14 @@ class RequestState:
         """Whether its next step depends on more of the step in flight than the id of the token drawn there, which stays
         on the device.
 
-        Penalties count that token on the host; the prompt logprobs of a chunk are taken after those of the chunk
-        before.
+        Penalties count that token on the host, and a grammar goes on with it there; the prompt logprobs of a chunk are
+        taken after those of the chunk before.
         """
         if not self.num_steps_in_flight:
             return False
         params = self.request.sampling_params
         is_prompt_scored = params.prompt_logprobs is not None and self.num_scheduled_tokens < self.num_prompt_tokens
-        return is_prompt_scored or (self.num_pending_tokens > 0 and params.has_penalties)
+        return is_prompt_scored or (self.num_pending_tokens > 0 and (params.has_penalties or self.grammar is not None))
 
     def is_last_token_pending(self, max_model_len: int) -> bool:
         """Whether the token that is being drawn ends it whatever it is: max_tokens, or the model's length."""
@@ -104,6 +118,8 @@ class RequestState:
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """What its newest token, `token_id`, ends it for; None when it goes on."""
         params = self.request.sampling_params
+        if self.grammar is not None and self.grammar.is_complete:
+            return FinishReason.STOP
         if self.num_output_tokens >= params.min_tokens:
             is_eos = not params.ignore_eos and token_id in self.request.eos_token_ids
             if is_eos or token_id in params.stop_token_ids:

@@ -34,6 +34,7 @@ from loraplex.core import (
 )
 from loraplex.engine.adapter_turns import AdapterTurns
 from loraplex.engine.schedule_plan import (
+    OutputGrammar,
     RequestState,
     RequestStatus,
     SampledToken,
@@ -85,11 +86,12 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- requests come and go
 
-    def add(self, request: Request, *, is_prompt_checked: bool = True) -> None:
-        """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded."""
+    def add(self, request: Request, *, is_prompt_checked: bool = True, grammar: OutputGrammar | None = None) -> None:
+        """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded. grammar: of its
+        output; the request waits until it is compiled, and no other one for that."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
         state = RequestState(request, self._num_arrivals, request.prompt_token_ids, arrival_step=self._turns.step_id)
-        state.is_prompt_checked = is_prompt_checked
+        state.is_prompt_checked, state.grammar = is_prompt_checked, grammar
         state.num_cached_tokens = request.num_cached_tokens
         if request.output_token_ids:
             state.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -266,7 +268,7 @@ class Scheduler:
             if num_taken > num_seats and self._running:
                 break  # first come, first served
             try:
-                is_ready = self._acquire_adapter(state, blocked)
+                is_ready = (state.grammar is None or state.grammar.is_ready()) and self._acquire_adapter(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
                 failed.append(self._finish(state, FinishReason.ERROR, error=error))
                 continue
@@ -420,8 +422,6 @@ class Scheduler:
             return self._finish(state, FinishReason.ERROR, error=token.error)
         state.append(token.token_id)
         self.num_generated_tokens += 1
-        if state.sampling_state is not None:
-            state.sampling_state.commit((token.token_id,))
         reason = state.finish_reason(token.token_id, self._max_model_len)
         return token_output(state, token) if reason is None else self._finish(state, reason, token)
 

@@ -68,6 +68,7 @@ from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
+from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.processor import PreparedRequest
 from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
@@ -177,6 +178,10 @@ class AsyncEngine(AdapterVerbs):
         """The adapters of a request whose prompts are yet to be encoded. Raises as `generate` does."""
         return self._front.hold_adapters(choice, num_prompts)
 
+    def check_grammar(self, wanted: StructuredOutputsParams) -> None:
+        """Raises InvalidRequestError for a form that outputs cannot have. It may take seconds: in a thread."""
+        self._front.grammars.check(wanted)
+
     @property
     def registry(self) -> LoRARegistry | None:
         return self._front.registry
@@ -209,6 +214,7 @@ class AsyncEngine(AdapterVerbs):
             importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
             await asyncio.gather(engine._runners.start(), importing)
             engine._make_front(base_names)
+            await asyncio.to_thread(engine._front.grammars.prepare)
             if journal is not None and engine.registry is not None:
                 await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
             engine._runners.consolidate(engine._streams, engine._mover, lambda: engine._profile is not None)
@@ -241,6 +247,7 @@ class AsyncEngine(AdapterVerbs):
             on_change=self._on_registry_change,
         )
         self._at_end.callback(self._front.texts.close)
+        self._at_end.callback(self._front.grammars.close)
 
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         """A verb's thread tells what it did."""

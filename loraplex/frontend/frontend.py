@@ -24,6 +24,7 @@ from loraplex.core import (
     mix_digest,
 )
 from loraplex.errors import InvalidRequestError, LoraDisabledError, shortened
+from loraplex.structured.grammars import ByteTokens, GrammarCompiler
 from loraplex.text.adapter_text import AdapterTexts
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
@@ -36,14 +37,16 @@ RunLater = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class Front:
-    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. merged: what is merged into
-    the base weights. scaling_factors: by which adapters may stretch the base's context."""
+    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. grammars: checks the forms
+    of outputs. merged: what is merged into the base weights. scaling_factors: by which adapters may stretch the base's
+    context."""
 
     served_model_name: str
     inputs: InputProcessor
     outputs: OutputProcessor
     registry: LoRARegistry | None
     texts: AdapterTexts
+    grammars: GrammarCompiler
     merged: str | None = None
     scaling_factors: tuple[float, ...] = ()
 
@@ -165,18 +168,18 @@ def make_front(
     journal: Journal | SharedJournal | None = None,
     on_change: OnChange = lambda kind, name, text, details: None,
     abort_grace_s: float = ABORT_GRACE_S,
+    grammars: GrammarCompiler | None = None,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. Roots in the config have no links.
 
-    journal, on_change, abort_grace_s: as in `LoRARegistry`.
+    journal, on_change, abort_grace_s: as in `LoRARegistry`. grammars: the engine's, where it is in this process.
     """
     # These bring in torch: a second, spent while an engine process starts.
     from loraplex.adapters.opener import AdapterOpener, no_text
     from loraplex.adapters.weights import CheckedReader
 
     texts = _texts(config, info)
-    base = texts.of(None)
-    registry = None
+    base, registry = texts.of(None), None
     if config.lora is not None and store is not None:
         reader, read_text = (
             CheckedReader(info.targets, config.lora, info.long_contexts, keeps_projections=info.device == "cpu"),
@@ -204,6 +207,7 @@ def make_front(
         OutputProcessor(base.tokenizer),
         registry,
         texts,
+        grammars or GrammarCompiler(ByteTokens, ByteTokens.vocab_size),
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )

@@ -130,6 +130,7 @@ class LLM:
             lambda job: job(),  # the last release of an unloaded adapter drops it on the spot: no other thread waits
             served_model_name=config.model,
             on_change=self._on_registry_change,
+            grammars=self.engine.grammars,
             abort_grace_s=0,  # what is aborted lets go in the next step, which no other thread runs
         )
         self._request_ids = itertools.count()
@@ -326,10 +327,13 @@ class LLM:
         acquired = self._front.acquire(choice)
         refs += acquired
         text = self._front.text_for(acquired)
+        params = params or text.default_params()
+        if params.structured_outputs is not None:
+            self._front.grammars.check(params.structured_outputs)
         return self._front.inputs.prepare(
             f"request-{next(self._request_ids)}" if request_id is None else request_id,
             prompt(text.tokenizer) if callable(prompt) else prompt,
-            params or text.default_params(),
+            params,
             adapter=adapter_ref(acquired, choice),
             lora_request=lora_request,
             cache_salt=cache_salt,
@@ -388,7 +392,7 @@ class LLM:
                 num_ended += len(self.engine.abort(processed.abort_ids))
                 outputs.append(processed)
         if self.engine.is_stalled and self.engine.has_unfinished:
-            self.engine.adapters.wait_for_change(stalled_wait_s)
+            self.engine.wait_for_change(stalled_wait_s)
         return num_ended, outputs
 
     def _add(self, request: Request) -> None:

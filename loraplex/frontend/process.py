@@ -236,6 +236,8 @@ def main(address: str) -> int:
         engine = build_engine(
             start.config, progress=lambda what, done, total: socket.send(msg.encode(msg.Progress(what, done, total)))
         )
+        if engine.grammars is not None:
+            engine.grammars.prepare()
         EngineProcess(socket, engine).run()
     except Exception as error:
         if not isinstance(error, LoraplexError):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -176,3 +177,12 @@ def closing_answer(error: ApiError) -> bytes:
     retry = b"retry-after: 1\r\n" if error.status == 503 else b""
     head = b"content-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n" % (len(body), retry)
     return STATUS_LINE[error.status] + head + body
+
+
+@contextmanager
+def as_api_errors() -> Iterator[None]:
+    """Inside of a model's validator: pydantic would make its own of an InvalidRequestError, which is a ValueError."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise ApiError(error.message, param=error.param) from None

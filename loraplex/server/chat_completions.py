@@ -10,6 +10,7 @@ from loraplex.core import CompletionOutput, RequestOutput
 from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import (
     AnswerRoom,
     ChatChoice,
@@ -19,6 +20,9 @@ from loraplex.server.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessageReply,
+    FunctionReply,
+    ToolCallDelta,
+    ToolCallReply,
     Usage,
     UsageCounter,
     encode,
@@ -26,16 +30,20 @@ from loraplex.server.responses import (
 )
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import in_pieces, sse
+from loraplex.text.tools.answer import AnswerDelta
+from loraplex.text.tools.json_calls import CallDelta
+from loraplex.text.tools.wanted import AnswerReading
 
 
 class ChatRenderer:
     """One request's answer: one prompt, `n` choices."""
 
-    def __init__(self, request: ChatCompletionRequest, generation: Generation) -> None:
+    def __init__(self, request: ChatCompletionRequest, generation: Generation, reading: AnswerReading) -> None:
         self._request = request
         self._generation = generation
         self._texts = TokenTexts(tokenizer_of(generation.items[0].target.text), request.return_tokens_as_token_ids)
         self._cursors = [Cursor() for _ in range(request.n)]
+        self._parsers = [reading.new_parser() for _ in range(request.n)]
         self._usage = UsageCounter(shows_cached=generation.shows_cached_tokens)
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -70,7 +78,9 @@ class ChatRenderer:
                 yield self._chunk([opening], output.prompt_token_ids)
             if cursor.is_behind(each) or (each.finish_reason is not None and not cursor.has_finished):
                 cursor.has_finished = each.finish_reason is not None
-                yield self._chunk([self._chunk_choice(each, cursor.advance(each), AnswerRoom())])
+                choice = self._chunk_choice(each, cursor.advance(each), AnswerRoom())
+                if choice is not None:
+                    yield self._chunk([choice])
 
     def last_chunk(self) -> bytes:
         """The usage chunk, if it was asked for."""
@@ -105,28 +115,72 @@ class ChatRenderer:
 
     def _choice(self, completion: CompletionOutput, room: AnswerRoom) -> ChatChoice:
         delta = Cursor().advance(completion)
+        said = self._said(completion, delta)
+        calls = [
+            ToolCallReply(_call_id(), FunctionReply(written_text(each.arguments, room), each.name or ""))
+            for each in said.calls
+        ]
+        message = ChatMessageReply(
+            written_text(said.content, room) if said.content or not calls else None,
+            reasoning_content=written_text(said.reasoning, room) if said.reasoning else UNSET,
+            tool_calls=calls or UNSET,
+        )
         return ChatChoice(
             index=completion.index,
-            message=ChatMessageReply(written_text(delta.text, room)),
+            message=message,
             logprobs=self._logprobs(delta, room),
-            finish_reason=completion.finish_reason,
+            finish_reason=self._finish_reason(completion),
             stop_reason=completion.stop_reason,
             token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
         )
 
-    def _chunk_choice(self, completion: CompletionOutput, delta: Delta, room: AnswerRoom) -> ChatChunkChoice:
-        is_finished = completion.finish_reason is not None
+    def _said(self, completion: CompletionOutput, delta: Delta) -> AnswerDelta:
+        parser = self._parsers[completion.index]
+        if parser is None:
+            return AnswerDelta(delta.text)
+        return parser.feed(delta.text, completion.finish_reason is not None)
+
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        parser = self._parsers[completion.index]
+        has_calls = parser is not None and parser.num_calls > 0
+        return "tool_calls" if has_calls and completion.finish_reason == "stop" else completion.finish_reason
+
+    def _chunk_choice(self, completion: CompletionOutput, delta: Delta, room: AnswerRoom) -> ChatChunkChoice | None:
+        """None while a parser holds all of it back: it may be part of a call."""
+        is_finished, said = completion.finish_reason is not None, self._said(completion, delta)
+        if not (said or is_finished or self._request.logprobs or self._request.return_token_ids) and self._is_parsed:
+            return None
+        has_content = bool(said.content) or not (said.calls or said.reasoning)
         return ChatChunkChoice(
             index=completion.index,
-            delta=ChatDelta(content=written_text(delta.text, room)),
+            delta=ChatDelta(
+                content=written_text(said.content, room) if has_content else UNSET,
+                reasoning_content=written_text(said.reasoning, room) if said.reasoning else UNSET,
+                tool_calls=[_call_delta(each, room) for each in said.calls] or UNSET,
+            ),
             logprobs=self._logprobs(delta, room),
-            finish_reason=completion.finish_reason,
+            finish_reason=self._finish_reason(completion),
             stop_reason=completion.stop_reason if is_finished else UNSET,
             token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
         )
+
+    @property
+    def _is_parsed(self) -> bool:
+        return self._parsers[0] is not None
 
     def _logprobs(self, delta: Delta, room: AnswerRoom) -> ChatLogprobs | None:
         if not self._request.logprobs or delta.logprobs is None:
             return None
         known = [candidates for candidates in delta.logprobs if candidates is not None]
         return chat_logprobs(delta.token_ids, known, self._request.top_logprobs, self._texts, room)
+
+
+def _call_delta(call: CallDelta, room: AnswerRoom) -> ToolCallDelta:
+    arguments = written_text(call.arguments, room)
+    if call.name is None:
+        return ToolCallDelta(call.index, FunctionReply(arguments))
+    return ToolCallDelta(call.index, FunctionReply(arguments, call.name), _call_id(), "function")
+
+
+def _call_id() -> str:
+    return f"call_{new_request_id()[:24]}"

@@ -18,6 +18,7 @@ from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings
 from loraplex.private_folder import private_folder
 from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
+from loraplex.text.tools.answer import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 DATABASE_VARIABLE = "LORAPLEX_DATABASE_URL"
 MIN_DATABASE_PATIENCE_S = 0.5
@@ -130,6 +131,15 @@ class ServerSettings:
         "start), or skip (it starts without it)",
         group="Model and adapters",
     )
+    tool_call_parser: str = setting(
+        "auto",
+        "form of tool calls in answers: hermes, llama3_json, mistral, pythonic, qwen3, or auto (by the chat template "
+        "of the model or adapter)",
+        group="Model and adapters",
+    )
+    reasoning_parser: str | None = setting(
+        None, "form of thoughts in answers, which become reasoning_content: qwen3 (default: they are content)"
+    )
     max_event_streams: int = setting(
         64, "most clients of GET /v1/events at a time; others are answered with 503", group="Limits"
     )
@@ -231,11 +241,8 @@ class ServerSettings:
                     self.on_bad_adapter in ON_BAD_ADAPTER,
                     f"on_bad_adapter must be one of {ON_BAD_ADAPTER}, got {self.on_bad_adapter!r}",
                 ),
-                (
-                    self.adapter_output_dir != "",
-                    "adapter_output_dir is empty; give a directory, or leave it out",
-                ),
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
+                *self._parser_checks(),
                 *self._state_checks(),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
@@ -258,9 +265,22 @@ class ServerSettings:
         }
         return [(limit is None or limit >= 1, f"{name} must be >= 1, got {limit}") for name, limit in limits.items()]
 
+    def _parser_checks(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.tool_call_parser in ("auto", *TOOL_CALL_PARSERS),
+                f"tool_call_parser must be auto or one of {TOOL_CALL_PARSERS}, got {self.tool_call_parser!r}",
+            ),
+            (
+                self.reasoning_parser in (None, *REASONING_PARSERS),
+                f"reasoning_parser must be one of {REASONING_PARSERS}, got {self.reasoning_parser!r}",
+            ),
+        ]
+
     def _state_checks(self) -> list[tuple[bool, str]]:
         return [
             (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
+            (self.adapter_output_dir != "", "adapter_output_dir is empty; give a directory, or leave it out"),
             (self.database_url != "", "database_url is empty; give postgresql://user@host/name, or leave it out"),
             (
                 MIN_DATABASE_PATIENCE_S <= self.database_patience_s < inf,

@@ -27,6 +27,11 @@ from loraplex.server.model_names import ModelNames, Target
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
+from loraplex.structured.params import StructuredOutputsParams, as_field
+
+NUM_GRAMMAR_THREADS = 2
+GRAMMAR_BYTES = 64 * 2**10
+"""What each counts in its client's turns: a short one may take as long to compile as a long one."""
 
 NUM_ANSWER_THREADS = 2
 """For long answers; and as many for lists of adapters, which wait for the engine."""
@@ -50,6 +55,7 @@ class ServerContext:
     answer_turns: Turns
     keys: KeyRing
     maker: AdapterMaker
+    grammars: OffLoop
 
     @property
     def num_endless(self) -> int:
@@ -93,6 +99,12 @@ class ServerContext:
             return await self.views.run(client, partial(self.engine.text_of, ref), 0)
         return self.engine.text_of(ref)
 
+    async def check_form(self, form: StructuredOutputsParams | None, field: str, client: str) -> None:
+        """Raises InvalidRequestError, which names the field, for a form that outputs cannot have."""
+        if form is not None:
+            with as_field(field):
+                await self.grammars.run(client, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
+
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         in_flight = InFlight(engine, config.max_waiting_tokens)
@@ -128,4 +140,5 @@ class ServerContext:
                 config.max_merge_bytes,
                 config.local_adapter_roots,
             ),
+            grammars=OffLoop(NUM_GRAMMAR_THREADS),
         )

@@ -12,6 +12,7 @@ from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
+from loraplex.structured.params import StructuredOutputsParams
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,6 +26,8 @@ class TokenizerSurface(Protocol):
     def token_text(self, token_id: int) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+    def template_for_tools(self) -> str: ...
 
     def apply_chat_template(
         self,
@@ -129,6 +132,10 @@ class EngineSurface(Protocol):
         """The adapters of a request whose prompts are yet to be encoded. Raises AdapterNotFoundError."""
         ...
 
+    def check_grammar(self, wanted: StructuredOutputsParams) -> None:
+        """Raises InvalidRequestError for a form that outputs cannot have. In a thread: it takes up to seconds."""
+        ...
+
     @property
     def model_info(self) -> ModelInfoSurface: ...
 
@@ -216,6 +223,9 @@ class _NoTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return b""
+
+    def template_for_tools(self) -> str:
+        return ""
 
     def apply_chat_template(
         self,

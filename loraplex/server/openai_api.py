@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Protocol
 
@@ -19,6 +20,7 @@ from loraplex.server.auth import caller_of
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
+from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import CHARS_A_TOKEN, Deadline, Generation, GenerationItem, Prompt
 from loraplex.server.listing import PageQuery, encode_list
 from loraplex.server.model_names import Target
@@ -28,6 +30,8 @@ from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EVENT_STREAM, PIECE_BYTES, EventStream, sse, until_disconnect
+from loraplex.text.tools.answer import WITH_SPECIAL_TOKENS, opens_thoughts, parser_for
+from loraplex.text.tools.wanted import AnswerReading
 
 _log = logging.getLogger("loraplex.server")
 
@@ -105,6 +109,7 @@ class OpenAIRoutes:
             params = await _sampling_params(body, targets)
             for each in params.values():
                 each.check_logprobs(num_prompts * body.n)
+            await context.check_form(body.form, body.form_field, client)
             limits = [body.limit(target.text.defaults) for target in targets.values()]
             limit = None if None in limits else limits[0]
             texts = [targets[each].text for each in adapters]
@@ -130,16 +135,36 @@ class OpenAIRoutes:
         adapter = context.names.choice_of(body.model, body.lora_path, body.mix)
         async with context.targets([adapter], client) as targets:
             target = targets[adapter]
-            params = body.to_sampling_params(target.text.defaults)
+            params, parser = self._with_tools(body, target)
             params.check_logprobs(body.n)
+            field = body.form_field if body.wanted_tools is None else "tools"
+            await context.check_form(params.structured_outputs, field, client)
             prompt = await context.prompts.from_chat(body, target.text, client)
             limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
             context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
             if body.return_token_ids and body.stream:
                 _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
+            has_thoughts, is_thinking = context.config.reasoning_parser is not None, opens_thoughts(prompt.text or "")
+            reading = AnswerReading(body.wanted_tools, parser, has_thoughts, is_thinking)
             body = body.without_bulk()
             generation = self._generation("chatcmpl", request, body, [(prompt, target, params)], arrived_s)
-            return await self._respond(request, generation, ChatRenderer(body, generation), body.stream)
+            return await self._respond(request, generation, ChatRenderer(body, generation, reading), body.stream)
+
+    def _with_tools(self, body: ChatCompletionRequest, target: Target) -> tuple[SamplingParams, str | None]:
+        """How to sample, and the parser of calls that the model makes as its chat template asks."""
+        params, tools = body.to_sampling_params(target.text.defaults), body.wanted_tools
+        if tools is None:
+            return params, None
+        if tools.form is not None:
+            return replace(params, structured_outputs=tools.form), None
+        parser: str | None = self._context.config.tool_call_parser
+        if parser == "auto":
+            parser = parser_for(tokenizer_of(target.text).template_for_tools())
+        if parser is None:
+            text = "the chat template says not how calls of tools are written: start with --tool-call-parser, or send"
+            raise ApiError(f'{text} tool_choice="required"', code="unsupported_field", param="tools")
+        needs_special = parser in WITH_SPECIAL_TOKENS
+        return (replace(params, skip_special_tokens=False) if needs_special else params), parser
 
     @requires(Access.KEY)
     async def list_models(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:

@@ -159,10 +159,36 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class FunctionReply(msgspec.Struct, frozen=True):
+    """Of a call; in a stream the name comes once."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallReply(msgspec.Struct, frozen=True):
+    id: str
+    function: FunctionReply
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """`id` and `type` come with the first piece of a call."""
+
+    index: int
+    function: FunctionReply
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessageReply(msgspec.Struct, frozen=True):
-    content: str
+    """`content` is null where there are calls alone. reasoning_content: with --reasoning-parser."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -189,6 +215,8 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 class ChatDelta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

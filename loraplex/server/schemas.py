@@ -6,6 +6,7 @@ Fields that both generation routes share are in `SamplingFields`, which turns it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -22,7 +23,7 @@ from loraplex.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from loraplex.server.api_error import ApiError, clipped
+from loraplex.server.api_error import ApiError, as_api_errors, clipped
 from loraplex.server.request_model import (
     BodyLimits,
     FreeJson,
@@ -35,6 +36,8 @@ from loraplex.server.request_model import (
     shown,
     unsupported,
 )
+from loraplex.structured.params import FORM_FIELDS, StructuredOutputsParams, wanted_form
+from loraplex.text.tools.wanted import WantedTools
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -47,6 +50,7 @@ MAX_PARTS = 2**10
 MAX_TOOLS = 2**10
 MAX_DOCUMENTS = 2**12
 TRUE = {"const": True}
+RESPONSE_FORMATS, MAX_CHOICES = ["text", "json_object", "json_schema"], 4096
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Beside max_tokens: what generation_config.json of a model or an adapter may have another default of."""
 
@@ -212,6 +216,12 @@ class SamplingFields(RequestModel):
     session_id: Label | None = None
     chat_id: Label | None = None
     merged_adapters: MergedAdapters | None = None
+    response_format: Annotated[FreeObject, documented(properties={"type": {"enum": RESPONSE_FORMATS}})] | None = None
+    structured_outputs: FreeObject | None = None
+    guided_json: FreeJson | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    guided_grammar: str | None = None
 
     hints: ClassVar[frozenset[str]] = frozenset(
         ("metadata", "store", "user", "prompt_cache_key", "session_id", "chat_id", "safety_identifier")
@@ -233,21 +243,15 @@ class SamplingFields(RequestModel):
         "bad_words": ([],),
         "early_stopping": (False,),
         "ec_transfer_params": ({},),
-        "guided_choice": (),
         "guided_decoding_backend": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
         "guided_whitespace_pattern": (),
         "kv_transfer_params": ({},),
         "length_penalty": (1,),
         "logprob_token_ids": (),
         "priority": (0,),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
         "stream_interval": (1,),
-        "structured_outputs": (),
         "truncate_prompt_tokens": (),
         "truncation_side": (),
         "use_beam_search": (False,),
@@ -271,6 +275,21 @@ class SamplingFields(RequestModel):
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError("prompt_logprobs are not available with stream=true: remove one", param="prompt_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _check_form(self) -> SamplingFields:
+        with as_api_errors():
+            assert self.form is None or self.form.digest, "made here, where the body is checked: a schema may be long"
+        return self
+
+    @cached_property
+    def form(self) -> StructuredOutputsParams | None:
+        """What the output must be; None: any text."""
+        return wanted_form({name: getattr(self, name) for name in FORM_FIELDS})
+
+    @property
+    def form_field(self) -> str:
+        return next((name for name in FORM_FIELDS if getattr(self, name) is not None), "structured_outputs")
 
     @property
     def label(self) -> str | None:
@@ -309,6 +328,7 @@ class SamplingFields(RequestModel):
             logit_bias={_token_id(key): value for key, value in self.logit_bias.items()},
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.form,
         )
 
 
@@ -318,7 +338,7 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-_BULK_OF_SAMPLING = frozenset({"logit_bias", "stop", "stop_token_ids", "metadata", "merged_adapters"})
+_BULK_OF_SAMPLING = frozenset({"logit_bias", "stop", "stop_token_ids", "metadata", "merged_adapters", *FORM_FIELDS})
 
 
 class CompletionRequest(SamplingFields):
@@ -471,13 +491,15 @@ class ChatFields(RequestModel):
 
 
 class ChatCompletionRequest(SamplingFields, ChatFields):
-    """`POST /v1/chat/completions`. Tools reach the template with `tool_choice="none"`; outputs are not parsed."""
+    """`POST /v1/chat/completions`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    tool_choice: Annotated[FreeJson, documented(enum=["none", "auto", None])] = None
+    tool_choice: Annotated[
+        FreeJson, documented(anyOf=[{"enum": ["none", "auto", "required", None]}, {"type": "object"}])
+    ] = None
     parallel_tool_calls: bool | None = None
     safety_identifier: Label | None = None
     lora_path: Label | None = None
@@ -513,7 +535,6 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *SamplingFields.rules,
         any_of(has(logprobs=TRUE), lacks("top_logprobs")),
-        any_of(has(tool_choice={"const": "none"}), lacks("tools")),
     )
 
     @model_validator(mode="after")
@@ -522,11 +543,17 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
             raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError("max_tokens and max_completion_tokens differ: send one of them", param="max_tokens")
-        if self.tools and self.tool_choice != "none":
-            raise unsupported("tools", 'tool calls are not supported: remove tools, or send tool_choice="none"')
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice", "tool_choice needs tool calls, which are not supported: remove it")
+        with as_api_errors():
+            tools = self.wanted_tools
+        if tools is not None and self.form is not None:
+            text = f'{self.form_field} and calls of tools exclude each other: send tool_choice="none", or leave one out'
+            raise ApiError(text, param=self.form_field)
         return self
+
+    @cached_property
+    def wanted_tools(self) -> WantedTools | None:
+        """Tools that the answer may call."""
+        return WantedTools.of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def label(self) -> str | None:

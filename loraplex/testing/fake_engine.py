@@ -30,6 +30,8 @@ from loraplex.performance.profile import Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
+from loraplex.structured.grammars import GrammarCompiler
+from loraplex.structured.params import StructuredOutputsParams
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
 from loraplex.testing.fake_tokenizer import FakeTokenizer
@@ -111,7 +113,8 @@ class FakeAsyncEngine(AdapterVerbs):
 
     open_adapter: reads paths; by default no path is read.
 
-    `memory` is what it reports of its memory, `reports` its runners (empty: one); a test may put others there.
+    `memory` is what it reports of its memory, `reports` its runners (empty: one), `reply` what it says (None: the
+    adapter's name and the prompt); a test may put others there.
     """
 
     def __init__(
@@ -136,6 +139,8 @@ class FakeAsyncEngine(AdapterVerbs):
         self.token_delay_s = token_delay_s
         self.max_waiting_requests = max_waiting_requests
         self.texts: dict[str, FakeText] = {}
+        self.reply: str | None = None
+        self._grammars = GrammarCompiler(lambda: self.tokenizer, self.model_info.vocab_size)
         self.store = FakeAdapterStore(max_resident)
         self._registry = self._make_registry() if enable_lora else None
         self.requests: list[FakeRequest] = []
@@ -277,7 +282,7 @@ class FakeAsyncEngine(AdapterVerbs):
         """ref: of one adapter, whose text its requests have."""
         room = (self.text_of(ref).max_model_len or self.model_info.max_model_len) - len(token_ids)
         tokenizer = self.text_of(ref).tokenizer or self._tokenizer
-        reply = f"[{name}] {tokenizer.decode(token_ids)}"
+        reply = f"[{name}] {tokenizer.decode(token_ids)}" if self.reply is None else self.reply
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         return [
             FakeCompletion(index, reply if index == 0 else f"{reply} #{index}", params, max_tokens, tokenizer)
@@ -306,6 +311,10 @@ class FakeAsyncEngine(AdapterVerbs):
         run = self._runs.get(request_id)
         if run is not None:
             self._end(run, RequestAbortedError(f"request {request_id!r} was aborted"))
+
+    def check_grammar(self, wanted: StructuredOutputsParams) -> None:
+        """Compiled for its own vocabulary; what it says has that form only if its reply has."""
+        self._grammars.check(wanted)
 
     def check_can_serve(self) -> None:
         if self.is_shut_down:
@@ -384,6 +393,7 @@ class FakeAsyncEngine(AdapterVerbs):
 
     async def shutdown(self) -> None:
         self.is_shut_down = True
+        self._grammars.close()
         self.events.close()
         for run in self._runs.values():
             self._end(run, EngineShutdownError("the engine is shut down"))

@@ -16,6 +16,7 @@ class FakeTokenizer:
     vocab_size = FIRST_BYTE + 256
     bos_token_id = BOS
     eos_token_ids = (EOS,)
+    special_ids = frozenset((0, BOS, EOS))
     _SPECIAL: Mapping[int, bytes] = {0: b"<pad>", BOS: b"<s>", EOS: b"</s>"}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -28,6 +29,10 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         special = self._SPECIAL.get(token_id)
         return bytes([token_id - self.FIRST_BYTE]) if special is None else special
+
+    def template_for_tools(self) -> str:
+        """Calls as Hermes writes them."""
+        return "<tool_call>"
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")

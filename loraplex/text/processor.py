@@ -252,7 +252,8 @@ class _Completion:
         tokens = output.token_ids
         params = self.request.sampling_params
         if output.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output:
-            tokens = tokens[:-1]  # the end-of-sequence or stop token is no text
+            is_end = tokens[-1] in self.request.eos_token_ids or tokens[-1] in params.stop_token_ids
+            tokens = tokens[:-1] if is_end else tokens  # an end token is no text; the last one of a grammar is
         self.text.append(self.detokenizer.update(tokens))
         if self.detokenizer.stop_reason is None and output.finish_reason is not None:
             self.text.append(self.detokenizer.finish())

@@ -344,6 +344,10 @@ class Tokenizer:
         variables |= {"tools": plain_json(tools, "tools"), "documents": plain_json(documents, "documents")}
         return self._templates.render(source, variables, continue_final_message)
 
+    def template_for_tools(self) -> str:
+        """The template that a chat with tools has; empty: none."""
+        return self.chat_templates.get("tool_use", self.chat_templates.get("default", ""))
+
     def _template_variables(self, template_kwargs: Mapping[str, Json]) -> dict[str, Json]:
         taken = [name for name in _TEMPLATE_ARGUMENTS if name in template_kwargs]
         if taken:

@@ -109,7 +109,7 @@ class Driver:
             if self.engine.is_stalled and self.engine.has_unfinished:
                 num_stalls += 1
                 assert num_stalls <= MAX_STALLS, f"the engine is stuck: {self.stats}"
-                self.engine.adapters.wait_for_change(0.05)
+                self.engine.wait_for_change(0.05)
             else:
                 num_stalls = 0
 

@@ -39,6 +39,7 @@ from loraplex.metrics import ChunkRun, EngineStats, MemoryMode, MemoryReport, Me
 from loraplex.performance.histogram import Histogram
 from loraplex.performance.steps import StepKind, StepProfile, StepSums, Timeline
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS
+from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.processor import NEVER_ACTIVE
 
 SPEC = AdapterSpec(7, "sql", 2, "digest", "/adapters/sql", 4096, 16)
@@ -318,6 +319,9 @@ SAMPLING_PARAMS: dict[str, st.SearchStrategy[Any]] = {
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
     "detokenize": st.just(True),  # False excludes stop strings
+    "structured_outputs": st.none()
+    | st.builds(StructuredOutputsParams, regex=st.text(min_size=1, max_size=9), disable_any_whitespace=st.booleans())
+    | st.builds(StructuredOutputsParams, choice=st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=4)),
 }
 REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "request_id": texts,

@@ -15,6 +15,7 @@ URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"not": {"type": "object"}}}}
 
 
 async def chat(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
@@ -150,8 +151,16 @@ async def test_token_ids_on_request(client: httpx.AsyncClient) -> None:
         ({"messages": [{"role": "assistant", "content": "", "audio": {"id": "1"}}]}, "audio"),
         ({"messages": [{"role": "user", "content": "hi", "mood": "fine"}]}, "mood"),
         ({"messages": [{"role": "a", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
-        ({"tools": [TOOL]}, "tools"),
-        ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{**TOOL, "type": "web_search"}]}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+        ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
         ({"logprobs": 3}, "logprobs"),

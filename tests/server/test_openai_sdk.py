@@ -105,7 +105,7 @@ def test_errors(sdk: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
     assert "maximum context length is 512 tokens" in str(long.value)
     with pytest.raises(openai.BadRequestError) as format_refused:
-        sdk.chat.completions.create(model="base", messages=USER, response_format={"type": "json_object"})
+        sdk.chat.completions.create(model="base", messages=USER, response_format={"type": "xml"})
     assert format_refused.value.param == "response_format"
 
 

@@ -1,0 +1,222 @@
+"""What form an output must have: vLLM's parameters, bounded when they are made.
+
+A grammar is a stranger's program: its bytes and its depth are bounded here, before anything parses it; what compiling
+it and each mask may cost is bounded in `grammars`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from functools import cached_property
+from typing import Any, NoReturn, Self
+
+from loraplex.errors import InvalidRequestError, shown
+
+MAX_GRAMMAR_BYTES = 32 * 2**10
+MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMA_VALUES = 8192
+MAX_MULTIPLE_OF = 10_000
+"""Of all `multipleOf` together, without their decimal points: an automaton of remainders has as many states."""
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "calls")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one of `json` (a JSON schema, as text or mapping), `regex` (the whole output matches it), `choice` (the
+    output is one of these texts), `grammar` (in Lark's notation, from `start`), `json_object=True` and `calls` (a JSON
+    list of calls `{"name": ..., "parameters": ...}` of functions, whose schemas it has by name).
+
+    is_one_call: the list has one. disable_any_whitespace: JSON without spaces and line ends between its parts. Raises
+    InvalidRequestError.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    calls: str | Mapping[str, Any] | None = None
+    is_one_call: bool = False
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            _refuse(f"give one of {', '.join(KINDS)}, got {', '.join(given) or 'none of them'}")
+        if not isinstance(self.disable_any_whitespace, bool):
+            _refuse("disable_any_whitespace must be true or false")
+        check = {
+            "json": self._check_json,
+            "calls": self._check_json,
+            "choice": self._check_choice,
+            "json_object": self._check_flag,
+        }
+        check.get(given[0], self._check_text)()
+
+    @classmethod
+    def of(cls, wanted: Mapping[str, Any]) -> Self:
+        """Of vLLM's fields by name. Raises InvalidRequestError for an unknown one, unless it is null or false."""
+        known = {each.name for each in fields(cls)} - {"calls", "is_one_call"}
+        unknown = [name for name, value in wanted.items() if name not in known and value not in (None, False)]
+        if unknown:
+            _refuse(f"{shown(unknown[0])} is not supported; the fields are {', '.join(sorted(known))}")
+        return cls(**{name: value for name, value in wanted.items() if name in known and value is not None})
+
+    @property
+    def kind(self) -> str:
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it says, for whose turn it is to have it compiled."""
+        return len(str(getattr(self, self.kind)))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all that it asks: equal ones are compiled once."""
+        said = json.dumps([self.kind, getattr(self, self.kind), self.is_one_call, self.disable_any_whitespace])
+        return hashlib.sha256(said.encode()).digest()
+
+    def _check_text(self) -> None:
+        text = getattr(self, self.kind)
+        if not isinstance(text, str):
+            _refuse(f"{self.kind} must be a text")
+        self._check_bytes(text)
+
+    def _check_flag(self) -> None:
+        if self.json_object is not True:
+            _refuse("json_object must be true or false")
+
+    def _check_choice(self) -> None:
+        texts = self.choice
+        is_list = isinstance(texts, Collection) and not isinstance(texts, str | Mapping)
+        if not is_list or not texts or not all(isinstance(each, str) and each for each in texts):
+            _refuse("choice must be a list of texts, none of them empty")
+        assert texts is not None
+        object.__setattr__(self, "choice", tuple(texts))
+        self._check_bytes("|".join(texts))
+
+    def _check_json(self) -> None:
+        """The schema is kept as compact text, in which nothing that it holds can change."""
+        schema: Any = getattr(self, self.kind)
+        if isinstance(schema, str):
+            self._check_bytes(schema)
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                _refuse(f"{self.kind} is no JSON schema: {shown(str(error))}")
+        if not isinstance(schema, Mapping) or (self.kind == "calls" and not schema):
+            _refuse(f"{self.kind} must be a JSON schema: an object")
+        _check_schema(schema)
+        try:
+            text = json.dumps(schema, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            _refuse(f"{self.kind} is no JSON schema: {shown(str(error))}")
+        self._check_bytes(text)
+        object.__setattr__(self, self.kind, text)
+
+    def _check_bytes(self, text: str) -> None:
+        if len(text) * 4 > MAX_GRAMMAR_BYTES and len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+            _refuse(f"{self.kind} has more than {MAX_GRAMMAR_BYTES} bytes: make it shorter")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            _refuse(f"{self.kind} is no valid Unicode text")
+
+
+def _check_schema(schema: Mapping[str, Any]) -> None:
+    """Depth and values, level by level; and numbers that make an automaton too large."""
+    level: list[Any] = [schema]
+    num_values = num_remainders = 0
+    for _ in range(MAX_SCHEMA_DEPTH):
+        num_values += len(level)
+        if num_values > MAX_SCHEMA_VALUES:
+            _refuse(f"the JSON schema has more than {MAX_SCHEMA_VALUES} values: make it smaller")
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                num_remainders += _num_remainders(item.get("multipleOf"))
+                below += item.values()
+            elif isinstance(item, list | tuple):
+                below += item
+        if num_remainders > MAX_MULTIPLE_OF:
+            _refuse(f"multipleOf has too many digits: at most {MAX_MULTIPLE_OF} without the point, all together")
+        if not below:
+            return
+        level = below
+    _refuse(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: use $defs")
+
+
+def _num_remainders(value: Any) -> int:
+    """Of a `multipleOf`, of which a property of a schema may have the name."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return 0
+    if not abs(value) <= MAX_MULTIPLE_OF:  # NaN, too
+        return MAX_MULTIPLE_OF + 1
+    return int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise InvalidRequestError(f"structured_outputs: {reason}", param="structured_outputs")
+
+
+FORM_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""Of a request over HTTP: OpenAI's, vLLM's, and vLLM's older names."""
+
+
+def wanted_form(asked: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """What fields of FORM_FIELDS ask together; None: any text. Raises InvalidRequestError, which names the field."""
+    given = {name: asked[name] for name in FORM_FIELDS if asked.get(name) is not None}
+    if given.get("response_format") == {"type": "text"}:
+        del given["response_format"]
+    if not given:
+        return None
+    name, value = next(iter(given.items()))
+    if len(given) > 1:
+        raise InvalidRequestError(f"{' and '.join(given)} ask for different forms: send one", param=name)
+    with as_field(name):
+        if name == "response_format":
+            return _of_response_format(value)
+        if name == "structured_outputs":
+            return StructuredOutputsParams.of(value)
+        return StructuredOutputsParams(**{name.removeprefix("guided_"): value})
+
+
+@contextmanager
+def as_field(name: str) -> Iterator[None]:
+    """Errors of a form name the field that it came in."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param != "structured_outputs" or name == error.param:
+            raise
+        text = error.message.removeprefix("structured_outputs: ")
+        raise InvalidRequestError(f"{name}: {text}", param=name) from error
+
+
+def _of_response_format(wanted: Mapping[str, Any]) -> StructuredOutputsParams:
+    """OpenAI's. `name`, `description` and `strict` of a schema change nothing: it always holds."""
+    kind, described = wanted.get("type"), wanted.get("json_schema")
+    unknown = [key for key in wanted if key not in ("type", "json_schema")]
+    if unknown:
+        _refuse(f"{shown(unknown[0])} is no field of it")
+    if kind == "json_object" and described is None:
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema" or not isinstance(described, Mapping):
+        _refuse('type must be "text", "json_object", or "json_schema" with the field json_schema')
+    schema = described.get("schema")
+    unknown = [key for key in described if key not in ("name", "description", "schema", "strict")]
+    if unknown or not isinstance(schema, Mapping):
+        _refuse(f"{shown(unknown[0])} is no field of json_schema" if unknown else "json_schema needs schema, an object")
+    return StructuredOutputsParams(json=schema)

@@ -1,0 +1,214 @@
+"""Masks have the tokens that a grammar allows and no others, whatever a vocabulary is made of."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex import StructuredOutputsParams
+from loraplex.errors import InvalidRequestError
+from loraplex.structured.grammars import GrammarCompiler, GrammarState
+
+SPECIAL = (b"<s>", b"</s>")
+TEXTS = (*(bytes([byte]) for byte in range(256)), b"ab", b'{"', b'":', b"\xe2\x98", b"\x85", b"true", b"")
+VOCAB_SIZE = len(SPECIAL) + len(TEXTS)
+EOS = 1
+ADDED_EOS = VOCAB_SIZE + 40
+
+
+class Bytes:
+    """Two special tokens, every byte, some longer ones, parts of a character, and a token without text."""
+
+    special_ids = frozenset((0, EOS))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return (*SPECIAL, *TEXTS)[token_id]
+
+
+def ids_of(text: str) -> list[int]:
+    return [len(SPECIAL) + byte for byte in text.encode()]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(Bytes, VOCAB_SIZE)
+    yield compiler
+    compiler.close()
+
+
+def started(compiler: GrammarCompiler, eos: tuple[int, ...] = (EOS,), output: str = "", **form: Any) -> GrammarState:
+    state = compiler.start(StructuredOutputsParams(**form), eos, ids_of(output))
+    while compiler.is_busy:
+        compiler.wait(60)
+    assert state.is_ready()
+    return state
+
+
+def allowed(state: GrammarState) -> list[int]:
+    words = state.fill(VOCAB_SIZE)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def said(state: GrammarState, text: str) -> GrammarState:
+    for token_id in ids_of(text):
+        assert token_id in allowed(state)
+        state.commit(token_id)
+    return state
+
+
+def test_a_mask_has_every_token_that_can_follow(compiler: GrammarCompiler) -> None:
+    state = started(compiler, regex="(ab|\u2605)c")
+    whole, star = VOCAB_SIZE - len(TEXTS) + 256, VOCAB_SIZE - len(TEXTS) + 259
+    assert allowed(state) == sorted([*ids_of("a"), len(SPECIAL) + 0xE2, whole, star])
+    state.commit(star)
+    assert allowed(state) == [len(SPECIAL) + 0x85, star + 1]
+    state.commit(star + 1)
+    assert allowed(state) == ids_of("c")
+    assert not state.is_complete
+    state.commit(ids_of("c")[0])
+    assert state.is_complete
+
+
+def test_end_tokens_are_the_requests_own_and_only_where_it_may_end(compiler: GrammarCompiler) -> None:
+    """One that an adapter added is behind the base's vocabulary; the one behind the last of the base's as well."""
+    for eos in (EOS, ADDED_EOS, VOCAB_SIZE):
+        state = started(compiler, (eos,), regex="a{1,2}")
+        assert eos not in allowed(state)
+        said(state, "a")
+        assert allowed(state) == sorted([*ids_of("a"), eos])
+        state.commit(eos)
+        assert state.is_complete
+    assert allowed(said(started(compiler, (), regex="a{1,2}"), "a")) == ids_of("a")
+
+
+@pytest.mark.parametrize("form", [{"json_object": True}, {"regex": "(?s:.*)"}, {"grammar": "start: /[^x]*/"}])
+def test_special_tokens_and_those_without_text_are_in_no_mask(compiler: GrammarCompiler, form: dict[str, Any]) -> None:
+    found = set(allowed(started(compiler, (), **form)))
+    assert found
+    assert not found & {0, EOS, VOCAB_SIZE - 1, VOCAB_SIZE}
+
+
+def test_a_state_is_rebuilt_from_its_tokens(compiler: GrammarCompiler) -> None:
+    form = {"json": {"type": "array", "items": {"enum": ["ab", "c"]}, "minItems": 2, "maxItems": 2}}
+    text = '["ab", "c'
+    assert allowed(started(compiler, output=text, **form)) == allowed(said(started(compiler, **form), text))
+    moved = compiler.start(StructuredOutputsParams(**form), (EOS,), ids_of("{"))
+    compiler.wait(60)
+    with pytest.raises(InvalidRequestError, match="the output so far did not fit"):
+        moved.is_ready()
+
+
+def test_equal_grammars_are_compiled_once_and_advance_apart(compiler: GrammarCompiler) -> None:
+    one, other = started(compiler, regex="abc"), started(compiler, regex="abc")
+    assert compiler.compile(StructuredOutputsParams(regex="abc")) is compiler.compile(
+        StructuredOutputsParams(regex="abc")
+    )
+    said(one, "ab")
+    assert allowed(other) == sorted([*ids_of("a"), VOCAB_SIZE - len(TEXTS) + 256])
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+        ({"json": {"type": "string", "format": "nonsense"}}, "Unknown format"),
+        ({"json": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "oneOf"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"$ref": "https://example.com/s.json"}}, "not fetch"),
+        ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance"),
+        ({"regex": "(" * 1000}, "regex"),
+        ({"regex": "a(?!b)"}, "look"),
+        ({"grammar": "begin: /a/"}, "start"),
+        ({"grammar": "start: " + "(" * 20_000}, "nested"),
+        ({"grammar": "root ::= " + "(" * 16_000}, "nested too deeply"),
+        ({"grammar": "root ::= undefined"}, "undefined"),
+        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a"'}, "%llguidance"),
+        ({"grammar": 'start: %json {"multipleOf": 1000003}'}, "%json"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_its_reason(
+    compiler: GrammarCompiler, form: dict[str, Any], reason: str
+) -> None:
+    for _ in range(2):  # an answer that is kept is the same
+        with pytest.raises(InvalidRequestError, match=reason) as refused:
+            compiler.check(StructuredOutputsParams(**form))
+        assert refused.value.param == "structured_outputs"
+        assert len(refused.value.message) < 400
+
+
+def test_what_a_schema_allows_is_not_widened(compiler: GrammarCompiler) -> None:
+    state = started(compiler, json={"x": 1, "type": "integer", "multipleOf": 5, "minimum": 12})
+    assert not set(ids_of('0-n"{[t')) & set(allowed(state))
+
+
+def test_a_token_that_does_not_fit_ends_the_request(compiler: GrammarCompiler) -> None:
+    state = started(compiler, regex="abc")
+    state.commit(ids_of("x")[0])
+    assert allowed(state) == []
+    assert state.error is not None
+    assert "did not fit" in state.error.message
+
+
+def test_without_llguidance_or_a_tokenizer_the_reason_is_said(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = StructuredOutputsParams(regex="never compiled before")
+    without = GrammarCompiler(lambda: None, 10)
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        without.check(wanted)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidRequestError, match="pip install llguidance"):
+        compiler.check(wanted)
+
+
+REGEXES = ("[a-c]{2,4}\\d", "(ab)*c", "\u2605?[xy]+z", "a|bc|def", "[^a]{3}", '"(\\\\.|[^"\\\\]){0,5}"')
+
+
+@given(regex=st.sampled_from(REGEXES), draws=st.lists(st.integers(0, 10**9), min_size=60, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_any_walk_through_the_masks_ends_in_a_match(compiler: GrammarCompiler, regex: str, draws: list[int]) -> None:
+    state, data = started(compiler, regex=regex), b""
+    for draw in draws:
+        choices = allowed(state)
+        assert choices
+        token_id = EOS if EOS in choices and draw % 3 == 0 else choices[draw % len(choices)]
+        state.commit(token_id)
+        if token_id != EOS:
+            data += Bytes().token_bytes(token_id)
+        if state.is_complete:
+            assert re.fullmatch(regex, data.decode(), re.DOTALL)
+            return
+    assert state.error is None
+
+
+class Broken:
+    """A matcher of a library that has a mistake."""
+
+    def is_accepting(self) -> bool:
+        return False
+
+    def consume_token(self, token_id: int) -> bool:
+        raise RuntimeError(f"no {token_id}")
+
+    def unsafe_compute_mask_ptr(self, address: int, nbytes: int) -> None:
+        raise RuntimeError("panic")
+
+
+def test_a_mistake_of_the_library_is_one_requests_error() -> None:
+    future: Future[Any] = Future()
+    future.set_result(Broken())
+    masked, committed = GrammarState(future, (EOS,)), GrammarState(future, (EOS,))
+    assert allowed(masked) == []
+    committed.commit(5)
+    for state in (masked, committed):
+        assert state.error is not None
+        assert "RuntimeError" in state.error.message

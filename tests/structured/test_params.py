@@ -1,0 +1,89 @@
+"""What a request may ask is bounded before anything parses it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loraplex import SamplingParams, StructuredOutputsParams
+from loraplex.errors import InvalidRequestError
+from loraplex.frontend import messages as msg
+from loraplex.structured.params import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
+from tests.frontend.test_messages import REQUEST
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "none of them"),
+        ({"json": "{}", "regex": "a"}, "json, regex"),
+        ({"json_object": False}, "none of them"),
+        ({"json_object": 1}, "json_object must be"),
+        ({"json": "{"}, "no JSON schema"),
+        ({"json": "[" * 10_000}, "no JSON schema"),
+        ({"json": "3"}, "an object"),
+        ({"json": {"const": float("nan")}}, "no JSON schema"),
+        ({"json": {"const": {1}}}, "no JSON schema"),
+        ({"json": nested(MAX_SCHEMA_DEPTH)}, "deeper than"),
+        ({"json": {"enum": list(range(10_000))}}, "more than 8192 values"),
+        ({"json": {"const": "x" * MAX_GRAMMAR_BYTES}}, "more than 32768 bytes"),
+        ({"json": {"multipleOf": 1000003}}, "multipleOf"),
+        ({"json": {"items": [{"multipleOf": 1.000003}]}}, "multipleOf"),
+        ({"json": {"multipleOf": 1e300}}, "multipleOf"),
+        ({"json": {"anyOf": [{"multipleOf": 997 - i} for i in range(20)]}}, "multipleOf"),
+        ({"regex": "x" * (MAX_GRAMMAR_BYTES + 1)}, "more than 32768 bytes"),
+        ({"regex": "\u2605" * (MAX_GRAMMAR_BYTES // 3 + 1)}, "more than 32768 bytes"),
+        ({"regex": 7}, "regex must be a text"),
+        ({"regex": "\ud800"}, "Unicode"),
+        ({"choice": []}, "choice must be"),
+        ({"choice": "ab"}, "choice must be"),
+        ({"choice": ["a", ""]}, "choice must be"),
+        ({"choice": ["a", 1]}, "choice must be"),
+        ({"regex": "a", "disable_any_whitespace": 1}, "true or false"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as refused:
+        StructuredOutputsParams(**fields)
+    assert refused.value.param == "structured_outputs"
+
+
+def test_fields_by_name() -> None:
+    assert StructuredOutputsParams.of({"regex": "a", "json": None, "backend": None}).kind == "regex"
+    with pytest.raises(InvalidRequestError, match="'structural_tag' is not supported"):
+        StructuredOutputsParams.of({"structural_tag": "x"})
+
+
+def test_equal_ones_have_one_digest() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "\u2605"}}}
+    one, other = StructuredOutputsParams(json=schema), StructuredOutputsParams(json=json.dumps(schema, indent=2))
+    assert one == other
+    assert one.digest == other.digest
+    assert StructuredOutputsParams(json=schema, disable_any_whitespace=True).digest != one.digest
+    assert StructuredOutputsParams(choice=["a|b"]).digest != StructuredOutputsParams(choice=["a", "b"]).digest
+
+
+def test_they_cross_to_the_engine_once_for_all_completions() -> None:
+    wanted = StructuredOutputsParams(json={"enum": ["x" * 1000]})
+    params = SamplingParams(seed=1, n=64, structured_outputs=wanted)
+    requests = [replace(REQUEST, sampling_params=params.child(index)) for index in range(64)]
+    data = msg.encode(msg.AddRequests.of(requests))
+    assert len(data) < 64 * 1000
+    message = msg.decode_to_engine(data)
+    assert isinstance(message, msg.AddRequests)
+    assert {request.sampling_params.structured_outputs for request in message.with_prompt()} == {wanted}
+
+
+def test_sampling_params_take_no_other_type() -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
