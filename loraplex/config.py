@@ -465,21 +465,19 @@ class EngineConfig(EngineSettings):
         """What ranks do not share yet."""
         size = self.tensor_parallel_size
         _require(type(size) is int and size >= 1, f"tensor_parallel_size must be >= 1, got {size!r}")
-        others = {
-            "quantization": self.quantization is not None,
-            "merge_adapter": self.merge_adapter is not None,
-            "merge_dominant_adapter": self.lora is not None and self.lora.merge_dominant_adapter,
-            "host_compression": self.lora is not None and self.lora.host_compression != "none",
-        }
         _require(
             size > 1 or self.lora is None or not self.lora.fully_sharded_loras,
             "fully_sharded_loras needs a tensor_parallel_size of 2 or more; remove it",
         )
-        for name, is_given in others.items():
-            _require(
-                size == 1 or not is_given,
-                f"{name} with tensor_parallel_size {size} is not supported yet; leave one out",
-            )
+        _require(
+            size == 1 or self.lora is None or not self.lora.merge_dominant_adapter,
+            f"merge_dominant_adapter with tensor_parallel_size {size} is not supported: each rank would have to make "
+            "its share of the copy beside its steps, and ranks follow steps alone; leave one out",
+        )
+        _require(
+            self.lora is None or not self.lora.fully_sharded_loras or self.lora.host_compression != "int8",
+            "host_compression int8 with fully_sharded_loras is not supported; take lossless",
+        )
 
     def with_real_roots(self) -> EngineConfig:
         """Links in `adapter_roots` resolved, once for front and engine processes: a later link is not followed."""

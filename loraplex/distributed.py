@@ -22,12 +22,19 @@ inputs, have to do with.
 
 A gain on the outputs multiplies each summand, so it is cut like B, on every rank; one on the inputs like A's columns.
 
+The ends of the model are cut by the vocabulary, of which each rank has `here` tokens in order:
+
+    embedding     A cut like the input, B replicated                  y_i[t] = 0 but for the rank of t;  sum = y
+    head          A replicated, B cut like the output                 parts side by side = logits
+    rows          of an adapter's own: on the rank of their token, by its number there. Tokens beyond the base's
+                  vocabulary are on the last rank, behind its own
+
 Source of the derivation from the base layer: torchtitan, components/lora.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -39,6 +46,9 @@ from loraplex.core import LoraTarget, Shard, ShardKind
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """A rank that is silent for so long within a step is lost."""
+
+NO_TOKEN = 1 << 62
+"""Of a row of zeros that fills up a shard's rows: ranks have equally many."""
 
 
 def _part(full: int, here: int, shard: Shard) -> tuple[int, int]:
@@ -148,6 +158,25 @@ def shard_weight(target: LoraTarget, slice_index: int, weight: torch.Tensor) -> 
     return shard_columns(shard_rows(weight, s.out_features, target.shard), target.in_features, target.shard)
 
 
+def shard_token_rows(
+    target: LoraTarget, weight: torch.Tensor, row_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This shard's rows of an embedding or a head, and the numbers of their tokens there, ascending.
+
+    weight [n, hidden], row_ids int64 [n] of the whole vocabulary, ascending. All shards have as many rows as the one
+    with the most; behind its own a shard has rows of zeros, of NO_TOKEN.
+    """
+    shard = target.shard
+    if shard.size == 1:
+        return weight, row_ids
+    num_here = target.in_features if target.kind is ShardKind.EMBEDDING else target.slices[0].out_features
+    rank_of = (row_ids // num_here).clamp(max=shard.size - 1)
+    is_here = rank_of == shard.rank
+    missing = int(torch.bincount(rank_of, minlength=shard.size).max()) - int(is_here.sum())
+    local_ids = row_ids[is_here] - shard.rank * num_here
+    return F.pad(weight[is_here], (0, 0, 0, missing)), F.pad(local_ids, (0, missing), value=NO_TOKEN)
+
+
 def _expect(target: LoraTarget, slice_index: int, what: str, got: int, full: int) -> None:
     if got != full:
         module = target.slices[slice_index].module_name
@@ -204,11 +233,11 @@ class RankGroup:
         """The layers of a step run within the block."""
         yield
 
-    def expect_logits(self, rows: torch.Tensor) -> None:
-        """The next step is followed by the logits of these rows of it, and by nothing else."""
+    def expect_logits(self, rows: torch.Tensor, segments: Sequence[Any]) -> None:
+        """The next step is followed by the logits of these rows of it, and by nothing else. segments: of these rows."""
 
     @contextmanager
-    def logits(self, hidden: torch.Tensor) -> Iterator[None]:
+    def logits(self, hidden: torch.Tensor, segments: Sequence[Any]) -> Iterator[None]:
         """The head runs within the block."""
         yield
 

@@ -11,7 +11,8 @@ import signal
 from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(
-    r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|PAT|DSN)S?(_|$)|^(AWS|AZURE|GCP|VAULT|FSSPEC)_"
+    r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|PAT|DSN)S?(_|$)"
+    r"|^(AWS|AZURE|GCP|VAULT|FSSPEC)_"
 )
 _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 """A URL with a password, as proxies and databases have them."""

@@ -6,9 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
-from loraplex.distributed import shard_bias, shard_columns, shard_lora, shard_lora_a, shard_lora_b, shard_rows
+from loraplex.distributed import (
+    NO_TOKEN,
+    shard_bias,
+    shard_columns,
+    shard_lora,
+    shard_lora_a,
+    shard_lora_b,
+    shard_rows,
+    shard_token_rows,
+)
 
 IN, RANK, TOKENS = 24, 5, 3
 SIZES = pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -196,3 +207,32 @@ def test_a_head_that_several_ranks_have_takes_the_blocks_of_its_outputs() -> Non
         assert not is_exchanged
         assert torch.equal(own_a, a[4 * head : 4 * head + 4])
         assert torch.equal(own_b, b[6 * head : 6 * head + 6, 4 * head : 4 * head + 4])
+
+
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    row_ids=st.lists(st.integers(0, 44), unique=True, min_size=1).map(sorted),
+    kind=st.sampled_from([ShardKind.EMBEDDING, ShardKind.HEAD]),
+)
+def test_each_token_row_is_on_the_rank_of_its_token_and_ranks_have_equally_many(
+    size: int, row_ids: list[int], kind: ShardKind
+) -> None:
+    """Of a vocabulary of 40; tokens beyond it are on the last rank."""
+    ids, weight = torch.tensor(row_ids), 1.0 + torch.arange(2.0 * len(row_ids)).view(-1, 2)
+    found, widths = {}, set()
+    for shard in shards(size):
+        if kind is ShardKind.HEAD:
+            target = LoraTarget("head", 1, 2, 2, (LoraSlice("head", 0, 40 // size, 40),), kind, shard)
+        else:
+            target = LoraTarget("embedding", -1, 40 // size, 40, (LoraSlice("embedding", 0, 2, 2),), kind, shard)
+        rows, local_ids = shard_token_rows(target, weight, ids)
+        widths.add((len(rows), len(local_ids)))
+        assert local_ids.tolist() == sorted(local_ids.tolist())
+        for row, local_id in zip(rows, local_ids.tolist(), strict=True):
+            if local_id == NO_TOKEN:
+                assert not row.any()
+                continue
+            assert 0 <= local_id < 40 // size or shard.rank == size - 1
+            found[local_id + shard.rank * 40 // size] = row.tolist()
+    assert found == dict(zip(row_ids, weight.tolist(), strict=True))
+    assert len(widths) == 1

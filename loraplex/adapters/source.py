@@ -101,7 +101,8 @@ class AdapterSource:
     def _resolved(self, path: Path, given: str) -> Path:
         try:
             real = path.resolve()
-            str(real).encode()  # names of other bytes cannot be sent to the engine, or kept
+            if self.allowed_roots is not None:  # a server, whose engine and journal take UTF-8 alone
+                str(real).encode()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, no UTF-8
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
         if not is_inside(real, self.allowed_roots):

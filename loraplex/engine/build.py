@@ -39,7 +39,7 @@ from loraplex.memory.weights.packing import Packer, can_share
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder, check_shares
 from loraplex.models.dominant import DominantMerger
-from loraplex.models.loader import load_model
+from loraplex.models.loader import load_model, read_merged
 from loraplex.models.packed_cache import PackedCache
 from loraplex.models.source import resolve_model
 from loraplex.performance.profiler import Profiler
@@ -75,10 +75,14 @@ def build_engine(
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)
     backend = _backend(config, device, profiler)
+    merged = read_merged(config, model_config, getattr(torch, model_config.effective_dtype(config.dtype)), backend)
+    if merged is not None:
+        logger.info("adapter %s is merged into the base weights", merged.name)
+        config = replace(config, merge_adapter_digest=merged.digest)  # what every rank reads
     ranks = _start_ranks(config, path, model_config, device, backend)
     try:
         return _build(
-            config, path, model_config, backend, device, device_choice, ranks, progress, profiler, make_policy
+            config, path, model_config, backend, device, device_choice, ranks, progress, profiler, make_policy, merged
         )
     except BaseException:
         ranks.close()
@@ -113,10 +117,11 @@ def _build(
     progress: Progress | None,
     profiler: Profiler | None,
     make_policy: MakePolicy | None,
+    merged: MergedAdapter | None,
 ) -> EngineCore:
     dtype_name = model_config.effective_dtype(config.dtype)
     dtype = getattr(torch, dtype_name)
-    model = _load_model(config, path, model_config, dtype, backend, device, progress, ranks)
+    model = _load_model(config, path, model_config, dtype, backend, device, progress, ranks, merged)
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     backend.reserve_workspace(config.max_num_batched_tokens)
     kv_dtype, allocate = getattr(torch, kv_cache_dtype), ranks.allocate if isinstance(ranks, LeadingRank) else None
@@ -281,12 +286,8 @@ def _load_model(
     device: torch.device,
     progress: Progress | None,
     ranks: RankGroup,
+    merged: MergedAdapter | None,
 ) -> Decoder:
-    merged = None
-    if config.merge_adapter is not None:
-        targets = Decoder(model_config, backend, dtype, torch.device("meta"), False).lora_targets()
-        merged = MergedAdapter.read(config.merge_adapter, targets, config.merge_adapter_digest)
-        logger.info("adapter %s is merged into the base weights", merged.name)
     return load_model(
         path,
         model_config,

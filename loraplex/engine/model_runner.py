@@ -17,6 +17,7 @@ from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingS
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
 from loraplex.kernels.device_copies import upload
+from loraplex.kernels.plan import LoraSegment
 from loraplex.kernels.profiled import PART_OF
 from loraplex.kernels.step_batch import LayersForward, StepBatch
 from loraplex.memory.weights.copies import StepGate
@@ -268,7 +269,7 @@ class ModelRunner:
                 arriving.gate.wait_for_all()
             return None, self.graphs.replay(step)
         if step.sampled and not step.prompt_rows:
-            self._model.expect_logits(step.batch.logits_indices)
+            self._model.expect_logits(step.batch.logits_indices, self._logit_segments(step.sampled))
         hidden = self._model.forward(_gated(step.batch, arriving), self._kv, merged)
         hidden = hidden[step.batch.logits_indices]
         if not step.sampled:
@@ -280,8 +281,10 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, sampled: Sequence[ScheduledSequence]) -> torch.Tensor:
         """Of the rows of sampled sequences."""
-        segments = logit_segments([each.state for each in sampled]) if self._model.has_own_heads else ()
-        return self._model.compute_logits(hidden, segments)
+        return self._model.compute_logits(hidden, self._logit_segments(sampled))
+
+    def _logit_segments(self, sampled: Sequence[ScheduledSequence]) -> Sequence[LoraSegment]:
+        return logit_segments([each.state for each in sampled]) if self._model.has_own_heads else ()
 
     def _logits_of(self, hidden: torch.Tensor, state: RequestState) -> torch.Tensor:
         """Of rows of one request, up to the end of its adapter's vocabulary."""

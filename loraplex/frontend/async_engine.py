@@ -104,12 +104,14 @@ class ModelInfo:
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     """Whether requests can be served, and if not, why. num_released: of the runners, those that the load does not
-    need. database: of names that several servers share."""
+    need; starting: names of those that are wanted and take no requests. database: of names that several servers
+    share."""
 
     is_alive: bool
     message: str = ""
     num_serving: int = 1
     num_released: int = 0
+    starting: tuple[str, ...] = ()
     database: DatabaseHealth | None = None
 
 
@@ -386,6 +388,11 @@ class AsyncEngine(AdapterVerbs):
     def num_runners(self) -> int:
         return len(self._runners)
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of each runner, as torch names it."""
+        return tuple(runner.supervisor.info.device for runner in self._runners.all)
+
     def health(self) -> EngineHealth:
         if self._is_shut_down:
             return EngineHealth(False, "shutting down")
@@ -393,7 +400,9 @@ class AsyncEngine(AdapterVerbs):
         death = runners.death
         database = journal.health() if isinstance(journal, SharedJournal) else None
         reason = "" if death is None else str(death)
-        return EngineHealth(death is None, reason, runners.num_serving, runners.num_released, database)
+        return EngineHealth(
+            death is None, reason, runners.num_serving, runners.num_released, runners.starting, database
+        )
 
     @property
     def engine_pid(self) -> int | None:

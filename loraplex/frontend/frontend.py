@@ -174,11 +174,7 @@ def make_front(
     from loraplex.adapters.opener import AdapterOpener, no_text
     from loraplex.adapters.weights import CheckedReader
 
-    directory, has_defaults = config.tokenizer or info.model_path, config.generation_config == "auto"
-    texts = texts_beside(info.model_path, info.vocab_size, directory, has_defaults)
-    if config.merge_adapter is not None:
-        source = AdapterSource()
-        texts.take_for_base(AdapterFolder(source.fetch(config.merge_adapter), shortened(config.merge_adapter)))
+    texts = _texts(config, info)
     base = texts.of(None)
     registry = None
     if config.lora is not None and store is not None:
@@ -211,6 +207,15 @@ def make_front(
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )
+
+
+def _texts(config: EngineConfig, info: EngineInfo) -> AdapterTexts:
+    directory, has_defaults = config.tokenizer or info.model_path, config.generation_config == "auto"
+    texts = texts_beside(info.model_path, info.vocab_size, directory, has_defaults)
+    if config.merge_adapter is not None:
+        folder = AdapterSource().fetch(config.merge_adapter)
+        texts.take_for_base(AdapterFolder(folder, shortened(config.merge_adapter)))
+    return texts
 
 
 def _max_object_bytes(lora: LoRAConfig) -> int:

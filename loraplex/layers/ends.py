@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import LoraTarget
+from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import LayerOps
 from loraplex.layers.common import RMSNorm
@@ -50,20 +51,21 @@ class VocabParallelEmbeddingWithLoRA(_EndWithLoRA):
         found = tuple(own_segments(plan, table, ops, first_row, table.embedding_slots))
         if not found:
             return self.base_layer.forward(token_ids)
-        known = token_ids.clamp(max=self.target.in_features - 1)
-        y = self.base_layer.forward(known)
+        target = self.target
+        y = self.base_layer.forward(token_ids.clamp(max=target.full_in_features - 1))
+        local_ids = token_ids - target.shard.rank * target.in_features
         for segment, parts in found:
             here = slice(segment.start, segment.end)
-            self._apply(y[here], token_ids[here], known[here], segment, parts, ops)
+            self._apply(y[here], local_ids[here], segment, parts, ops)
         return y
 
-    def _apply(
-        self, y: Tensor, token_ids: Tensor, known: Tensor, segment: LoraSegment, parts: OwnParts, ops: LayerOps
-    ) -> None:
+    def _apply(self, y: Tensor, token_ids: Tensor, segment: LoraSegment, parts: OwnParts, ops: LayerOps) -> None:
+        """token_ids: as this rank numbers them; what is not of its part of the vocabulary stays as it is."""
         if parts.weight is not None:
             where, is_own = _places(parts, token_ids)
             y.copy_(torch.where(is_own[:, None], parts.weight[where].to(y.dtype), y))
         if parts.lora_a is not None:
+            known = token_ids.clamp(0, self.target.in_features - 1)
             delta = ops.linear(parts.lora_a[known].to(y.dtype), parts.lora_b)
             delta.mul_(segment.weight * parts.scale).masked_fill_((token_ids != known)[:, None], 0)
             y.add_(delta)
@@ -80,46 +82,67 @@ def _places(parts: OwnParts, token_ids: Tensor) -> tuple[Tensor, Tensor]:
 class LogitsProcessorWithLoRA(_EndWithLoRA):
     """The head, LoRA on it, rows of adapters' own, and where their vocabularies end."""
 
-    def __init__(self, base_layer: ParallelLMHead) -> None:
+    def __init__(self, base_layer: ParallelLMHead, ranks: RankGroup = ONE_RANK) -> None:
         super().__init__(base_layer.target)
         self.base_layer = base_layer
+        self._ranks = ranks
+        self._num_here = self.target.slices[0].out_features
 
     @property
     def vocab_size(self) -> int:
-        return self.target.slices[0].out_features
+        """Of the base, of all ranks."""
+        return self.target.slices[0].full_out_features
 
     def forward(self, hidden: Tensor, plan: LoraPlan | None = None) -> Tensor:
         """hidden [n, hidden] -> float32 [n, V], V the largest vocabulary of a row's adapter, the base's at least.
 
-        The plan is over these rows, which are those of logits and not of tokens.
+        The plan is over these rows, which are those of logits and not of tokens. Of several ranks the first one gets
+        the logits.
         """
         if plan is None or self._bound is None:
-            return self.base_layer.forward(hidden)
-        table, ops, first_row = self._bound
+            return self._ranks.side_by_side(self.base_layer.forward(hidden))
+        table = self._bound[0]
         sizes = [table.vocab_sizes.get(segment.lora_slot, self.vocab_size) for segment in plan.segments]
-        logits = self.base_layer.product(hidden)
-        added: list[tuple[LoraSegment, Tensor]] = []
-        for segment, parts in own_segments(plan, table, ops, first_row, table.head_slots):
-            here = slice(segment.start, segment.end)
-            own = ops.linear(hidden[here], parts.weight)
-            ids = slice(parts.num_shared) if parts.row_ids is None else parts.row_ids[: parts.num_shared]
-            logits[here, ids] = own[:, : parts.num_shared]
-            added.append((segment, own[:, parts.num_shared :]))
-        ops.add_lora(logits, hidden, plan, table, first_row, self.target.slices)
-        logits = self._widened(logits.float(), added, max([self.vocab_size, *sizes]))
+        num_added = max(0, *(size - self.vocab_size for size in sizes))
+        logits = self._joined(self._own_logits(hidden, plan, num_added), num_added)
         for segment, size in zip(plan.segments, sizes, strict=True):
             logits[segment.start : segment.end, size:] = -torch.inf
         return logits
 
-    def _widened(self, logits: Tensor, added: list[tuple[LoraSegment, Tensor]], size: int) -> Tensor:
-        """With columns for tokens that adapters added: -inf where a row's adapter has none."""
-        if size == self.vocab_size:
+    def _own_logits(self, hidden: Tensor, plan: LoraPlan, num_added: int) -> Tensor:
+        """This rank's, float32, and `num_added` columns behind them."""
+        assert self._bound is not None
+        table, ops, first_row = self._bound
+        logits = self.base_layer.product(hidden)
+        added: list[tuple[LoraSegment, Tensor]] = []
+        for segment, parts in own_segments(plan, table, ops, first_row, table.head_slots):
+            if parts.weight is None:  # all of its rows are other ranks'
+                continue
+            here = slice(segment.start, segment.end)
+            own = ops.linear(hidden[here], parts.weight)[:, : parts.num_rows]
+            ids = slice(parts.num_shared) if parts.row_ids is None else parts.row_ids[: parts.num_shared]
+            logits[here, ids] = own[:, : parts.num_shared]
+            added.append((segment, own[:, parts.num_shared :]))
+        ops.add_lora(logits, hidden, plan, table, first_row, self.target.slices)
+        return self._widened(logits.float(), added, num_added)
+
+    def _widened(self, logits: Tensor, added: list[tuple[LoraSegment, Tensor]], num_added: int) -> Tensor:
+        """With columns for tokens that adapters added: -inf where a row's adapter has none, or another rank has it."""
+        if num_added == 0:
             return logits
-        wide = logits.new_full((len(logits), size), -torch.inf)
-        wide[:, : self.vocab_size] = logits
+        wide = logits.new_full((len(logits), self._num_here + num_added), -torch.inf)
+        wide[:, : self._num_here] = logits
         for segment, own in added:
-            wide[segment.start : segment.end, self.vocab_size : self.vocab_size + own.shape[1]] = own
+            wide[segment.start : segment.end, self._num_here : self._num_here + own.shape[1]] = own
         return wide
+
+    def _joined(self, part: Tensor, num_added: int) -> Tensor:
+        """All ranks' parts, on the first one; columns behind the base's vocabulary are the last one's."""
+        logits, shard = self._ranks.side_by_side(part), self.target.shard
+        if num_added == 0 or shard.size == 1 or shard.rank > 0:
+            return logits
+        parts = logits.view(len(logits), shard.size, -1)
+        return torch.cat([parts[..., : self._num_here].flatten(1), parts[:, -1, self._num_here :]], dim=1)
 
 
 class RMSNormWithLoRA(_EndWithLoRA):

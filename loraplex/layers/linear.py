@@ -262,6 +262,15 @@ class VocabParallelEmbedding:
         """token_ids int64 [T] -> [T, hidden]"""
         return self._lookup(token_ids).to(self.activation_dtype)
 
+    @property
+    def rows_name(self) -> str:
+        """The module of the checkpoint that has the rows."""
+        return self.name
+
+    @property
+    def has_base_rows(self) -> bool:
+        return True
+
     def base_rows(self, token_ids: Tensor) -> Tensor:
         """Rows [n, hidden] bit for bit as they were loaded; any thread may call it."""
         return self._lookup(token_ids)
@@ -340,12 +349,21 @@ class ParallelLMHead:
         """The same in the activations' dtype."""
         return self.ops.linear(hidden, self.weight, None)
 
+    @property
+    def rows_name(self) -> str:
+        """The module of the checkpoint that has the rows."""
+        return self.name if self.tied_to is None else self.tied_to.name
+
+    @property
+    def has_base_rows(self) -> bool:
+        """Whether the rows can be known as they were loaded: a head in eight bits says something else."""
+        return self.tied_to is not None or self.quantization is None
+
     def base_rows(self, token_ids: Tensor) -> Tensor | None:
-        """Rows [n, hidden] bit for bit as they were loaded; None: a head in eight bits has none. Any thread may call
-        it."""
+        """Rows [n, hidden] bit for bit as they were loaded; None without `has_base_rows`. Any thread may call it."""
         if self.tied_to is not None:
             return self.tied_to.base_rows(token_ids)
-        return None if self.quantization is not None else self.ops.embedding(token_ids, self.weight)
+        return self.ops.embedding(token_ids, self.weight) if self.has_base_rows else None
 
     def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
         """As `ParallelLinear.row_norms`."""

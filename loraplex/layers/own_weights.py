@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.core import LoraTarget, ShardKind
+from loraplex.distributed import NO_TOKEN
 from loraplex.kernels.plan import NOT_OF_KERNELS, LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import LayerOps, LinearWeight
 from loraplex.kernels.slices import ABSENT, SliceLayout, own_weight_shape
@@ -27,7 +28,8 @@ class OwnParts:
     """Of one slice; None for what the adapter does not have. lora_a is A^T and scale its factor, of embeddings alone.
 
     num_shared: of `row_ids`, how many are tokens of the base's vocabulary; they come first, and each token behind it
-    has its row.
+    has its row. Of several ranks each numbers its own tokens (loraplex/distributed.py); `weight` may have more rows
+    than `row_ids`, of no token.
     """
 
     slice_index: int
@@ -73,6 +75,7 @@ def _parts_of(
     table: SlotTable, ops: LayerOps, target: LoraTarget, lora_slot: int, index: int, start: int, layout: SliceLayout
 ) -> OwnParts:
     weight: LinearWeight | None = None
+    is_embedding = target.kind is ShardKind.EMBEDDING
     if layout.weight_dtype is not None:
         shape = own_weight_shape(target, index, layout.num_rows)
         is_of_kernels = target.kind not in NOT_OF_KERNELS
@@ -80,16 +83,21 @@ def _parts_of(
         stored = table.part(start, layout.weight_offset, layout.weight_dtype, *stored_shape)
         assert stored is not None
         weight = ops.own_weight(stored, *shape) if is_of_kernels else stored
-    row_ids = table.part(start, layout.row_ids_offset, torch.int64, layout.num_rows)
-    vocab_size = target.in_features if target.kind is ShardKind.EMBEDDING else target.slices[index].out_features
-    num_shared = min(layout.num_rows, vocab_size)
-    if row_ids is not None:  # which are not read here: a device would be waited for
-        num_shared = layout.num_rows - max(0, table.vocab_sizes.get(lora_slot, 0) - vocab_size)
+    row_ids, num_rows = table.part(start, layout.row_ids_offset, torch.int64, layout.num_rows), layout.num_rows
+    vocab_size = target.full_in_features if is_embedding else target.slices[index].full_out_features
+    num_shared = min(num_rows, vocab_size)
+    if row_ids is not None:  # with one rank they are not read here: a device would be waited for
+        shard = target.shard
+        if shard.size > 1:
+            num_rows = int((row_ids != NO_TOKEN).sum())
+            row_ids, weight = row_ids[:num_rows], weight if num_rows else None
+        num_added = max(0, table.vocab_sizes.get(lora_slot, 0) - vocab_size)
+        num_shared = num_rows - (num_added if shard.rank == shard.size - 1 else 0)
     lora_a = lora_b = None
-    if target.kind is ShardKind.EMBEDDING and layout.a_offset != ABSENT:
+    if is_embedding and layout.a_offset != ABSENT:
         hidden_size = target.slices[index].out_features
         lora_a = table.part(start, layout.a_offset, layout.dtype, target.in_features, layout.rank)
         stored = table.part(start, layout.b_offset, layout.dtype, *ops.own_shape(hidden_size, layout.rank))
         assert stored is not None
         lora_b = ops.own_weight(stored, hidden_size, layout.rank)
-    return OwnParts(index, weight, layout.num_rows, row_ids, num_shared, lora_a, lora_b, layout.scale)
+    return OwnParts(index, weight, num_rows, row_ids, num_shared, lora_a, lora_b, layout.scale)

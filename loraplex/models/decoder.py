@@ -173,7 +173,11 @@ class WholeBase(Protocol):
 
     def bias(self, module_name: str) -> Tensor | None: ...
 
-    def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor: ...
+    def rows(self, module_name: str, row_ids: Tensor) -> Tensor: ...
+
+    def row_norms(
+        self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float, quantization: str | None
+    ) -> Tensor: ...
 
 
 def _forward_layers(
@@ -249,7 +253,7 @@ class Decoder:
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead("lm_head", config.vocab_size, config.hidden_size, setup, tied_to, num_layers)
         self._embedding = VocabParallelEmbeddingWithLoRA(self.embed_tokens)
-        self._head = LogitsProcessorWithLoRA(self.lm_head)
+        self._head = LogitsProcessorWithLoRA(self.lm_head, ranks)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, setup)
         self._run_layers = self._captured()
         self._linear_of = {s.module_name: linear for linear in self._linears.bare for s in linear.target.slices}
@@ -334,12 +338,13 @@ class Decoder:
 
         With tokens that adapters of the segments added there are more columns: -inf beyond the vocabulary of a row.
         """
-        with self._ranks.logits(hidden):
-            return self._ranks.side_by_side(self._compute_logits(hidden, segments))
+        with self._ranks.logits(hidden, segments):
+            return self._compute_logits(hidden, segments)
 
-    def expect_logits(self, rows: Tensor) -> None:
-        """The next `forward` is followed by `compute_logits` of these rows of it, and by nothing else."""
-        self._ranks.expect_logits(rows)
+    def expect_logits(self, rows: Tensor, segments: Sequence[LoraSegment] = ()) -> None:
+        """The next `forward` is followed by `compute_logits` of these rows of it, with `segments`, and by nothing
+        else."""
+        self._ranks.expect_logits(rows, segments)
 
     @property
     def num_ranks(self) -> int:
@@ -358,7 +363,7 @@ class Decoder:
         table = self._table
         wanted = [] if table is None else [each for each in segments if each.lora_slot in table.head_slots]
         if not wanted:
-            return self.lm_head.forward(hidden)
+            return self._head.forward(hidden)
         plan = LoraPlan.build(wanted, len(hidden), len(wanted), hidden.device)
         return self._head.forward(hidden, plan)
 
@@ -432,7 +437,7 @@ class Decoder:
     def base_bias(self, module_name: str) -> Tensor | None:
         """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none.
 
-        With several ranks this and the norms of rows are those of the whole module.
+        With several ranks this, the norms of rows and rows of the ends are those of the whole module.
         """
         if self.whole_weights is not None:
             return self.whole_weights.bias(module_name)
@@ -440,15 +445,18 @@ class Decoder:
 
     def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
         """As `ParallelLinear.row_norms`; on a GPU beside the steps, which do not wait for it."""
-        if self.whole_weights is not None:
-            return self.whole_weights.row_norms(module_name, lora_a, lora_b, scaling)
         layer = self.lm_head if module_name == self.lm_head.name else self._linear_of[module_name]
+        if self.whole_weights is not None:
+            source = self.lm_head.rows_name if layer is self.lm_head else module_name
+            return self.whole_weights.row_norms(source, lora_a, lora_b, scaling, layer.quantization)
         with self._beside_steps():
             return layer.row_norms(module_name, lora_a, lora_b, scaling)
 
     def base_rows(self, module_name: str, token_ids: Tensor) -> Tensor | None:
         """Rows of the embedding or the head as they were loaded, on the host; None: they cannot be read back."""
         layer = self.lm_head if module_name == self.lm_head.name else self.embed_tokens
+        if self.whole_weights is not None:
+            return self.whole_weights.rows(layer.rows_name, token_ids) if layer.has_base_rows else None
         with self._beside_steps():
             rows = layer.base_rows(token_ids.to(self.device))
             return None if rows is None else rows.cpu()

@@ -18,9 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters.merging.base import MergedAdapter
+from loraplex.config import EngineConfig
 from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ConfigError, ModelWeightError
 from loraplex.kernels.protocols import KernelBackend
+from loraplex.kernels.reference import SPECIFICATIONS
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
@@ -42,9 +44,19 @@ class WeightSource(Protocol):
         """Allocate, fill and prepare layer after layer: at most one is in memory twice, as read and as kept."""
         ...
 
-    def whole(self, part: WeightPart) -> torch.Tensor:
-        """All ranks' part, in the dtype of its destination; in any thread."""
+    def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """All ranks' part, or these rows of it, in the dtype of its destination; in any thread."""
         ...
+
+
+def read_merged(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, ops: KernelBackend
+) -> MergedAdapter | None:
+    """The adapter of `merge_adapter`, as `MergedAdapter.read`; None: there is none."""
+    if config.merge_adapter is None:
+        return None
+    targets = Decoder(model_config, ops, dtype, torch.device("meta"), False).lora_targets()
+    return MergedAdapter.read(config.merge_adapter, targets, config.merge_adapter_digest)
 
 
 def load_model(
@@ -111,17 +123,27 @@ class WholeWeights:
     def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer]) -> None:
         """The layers have no memory yet."""
         self._source = source
-        self._parts = {
-            part.name: replace(part, destination=_shape(part)) for la in layers for part in la.weight_parts()
-        }
+        parts = [part for layer in layers for part in layer.weight_parts()]
+        self._parts = {part.name: replace(part, destination=_shape(part)) for part in parts}
+        self._own_widths = {part.name: part.destination.shape[-1] for part in parts}
 
     def bias(self, module_name: str) -> torch.Tensor | None:
         part = self._parts.get(f"{module_name}.bias")
         return None if part is None else self._source.whole(part)
 
-    def row_norms(self, module_name: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """As `ParallelLinear.row_norms`, of whole rows."""
-        weight = self._source.whole(self._parts[f"{module_name}.weight"]).float()
+    def rows(self, module_name: str, row_ids: torch.Tensor) -> torch.Tensor:
+        return self._source.whole(self._parts[f"{module_name}.weight"], row_ids)
+
+    def row_norms(
+        self, module_name: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float, quantization: str | None
+    ) -> torch.Tensor:
+        """As `ParallelLinear.row_norms`, of whole rows; each rank has quantised its own part of them."""
+        name = f"{module_name}.weight"
+        weight = self._source.whole(self._parts[name])
+        if quantization is not None:
+            kept = [SPECIFICATIONS[quantization].of(part) for part in torch.split(weight, self._own_widths[name], 1)]
+            weight = torch.cat([each.rows(0, len(weight)) for each in kept], dim=1)
+        weight = weight.float()
         rows = torch.addmm(weight, lora_b.float(), lora_a.float(), alpha=scaling)
         norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
         return norms
@@ -158,12 +180,12 @@ class Checkpoint:
                 layer.prepare()
             self._check_tied_head(where)
 
-    def whole(self, part: WeightPart) -> torch.Tensor:
+    def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         index = self.path / INDEX_FILE
         name = _read_index(index)[part.name] if index.exists() else WEIGHTS_FILE
         with _open(self.path / name) as file:
-            tensor: torch.Tensor = file.get_tensor(part.name).to(part.destination.dtype)
-        return tensor
+            tensor: torch.Tensor = file.get_tensor(part.name)
+            return (tensor if row_ids is None else tensor[row_ids]).to(part.destination.dtype)
 
     def _file_names(self) -> list[str]:
         index = self.path / INDEX_FILE
@@ -264,10 +286,10 @@ class DummyWeights:
                 counted.add(part)
             layer.prepare()
 
-    def whole(self, part: WeightPart) -> torch.Tensor:
+    def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         tensor = torch.empty(part.shape, dtype=part.destination.dtype, device=self._table.device)
         self._fill(replace(part, destination=tensor))
-        return tensor
+        return tensor if row_ids is None else tensor[row_ids]
 
     def _fill(self, part: WeightPart) -> None:
         """full[i] = deviation * table[(start + i) mod TABLE_SIZE] in row-major order, of which a rank has its share."""

@@ -24,7 +24,7 @@ from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from loraplex.models.loader import load_model
+from loraplex.models.loader import load_model, read_merged
 from loraplex.ranks.messages import Join, Logits, Receiver, Step, UseMemory, meet, shared_tensor
 
 LEADERS_PIPE = 0
@@ -54,15 +54,16 @@ class Follower:
                 self._step(message)
             else:
                 assert isinstance(message, Logits)
-                self.model.compute_logits(message.hidden)
+                self.model.compute_logits(message.hidden, message.segments)
 
     def _step(self, message: Step) -> None:
         for change in message.changes:
             assert self.table is not None
             change.apply(self.table, self.ranks.shard)
         hidden = self.model.forward(message.batch(), self.kv)
-        if message.logits_rows is not None:
-            self.model.compute_logits(hidden[torch.from_numpy(message.logits_rows)])
+        if message.logits is not None:
+            rows, segments = message.logits
+            self.model.compute_logits(hidden[torch.from_numpy(rows)], segments)
 
 
 def _backend(join: Join) -> KernelBackend:
@@ -77,7 +78,20 @@ def _load(join: Join, backend: KernelBackend, ranks: RankGroup) -> Decoder:
     dtype = getattr(torch, model_config.effective_dtype(config.dtype))
     has_lora = config.lora is not None
     path, source, seed = join.model_path, config.load_format, config.seed
-    return load_model(path, model_config, dtype, device, source, seed, backend, has_lora, ranks=ranks)
+    merged = read_merged(config, model_config, dtype, backend)
+    return load_model(
+        path,
+        model_config,
+        dtype,
+        device,
+        source,
+        seed,
+        backend,
+        has_lora,
+        quantization=config.quantization,
+        merged=merged,
+        ranks=ranks,
+    )
 
 
 def _with_memory(

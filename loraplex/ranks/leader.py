@@ -24,11 +24,13 @@ from loraplex.core import Shard
 from loraplex.distributed import RankGroup
 from loraplex.environment import OUTSIDE_SIGNALS
 from loraplex.errors import DeviceLostError, EngineError, error_from_payload
+from loraplex.kernels.plan import LoraSegment
 from loraplex.kernels.protocols import KernelBackend
 from loraplex.kernels.step_batch import StepBatch
 from loraplex.memory.residency.slot_changes import SlotChange
 from loraplex.ranks.messages import (
     MESSAGE_BYTES,
+    AwaitedLogits,
     Join,
     Logits,
     Sender,
@@ -55,7 +57,7 @@ class LeadingRank(RankGroup):
         """Returns when all ranks are there; they load the model then. Raises EngineError."""
         size = config.tensor_parallel_size
         self.take_changes: Callable[[], Sequence[SlotChange]] = _no_changes
-        self._awaited_logits: torch.Tensor | None = None
+        self._awaited_logits: AwaitedLogits | None = None
         board_nbytes = backend.rank_nbytes(size)
         self._arena, mailbox, board = (os.memfd_create(f"loraplex-{name}") for name in ("arena", "mailbox", "board"))
         os.ftruncate(mailbox, MESSAGE_BYTES)
@@ -123,8 +125,8 @@ class LeadingRank(RankGroup):
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
-    def expect_logits(self, rows: torch.Tensor) -> None:
-        self._awaited_logits = rows
+    def expect_logits(self, rows: torch.Tensor, segments: Sequence[LoraSegment]) -> None:
+        self._awaited_logits = rows, segments
 
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[None]:
@@ -133,11 +135,11 @@ class LeadingRank(RankGroup):
             yield
 
     @contextmanager
-    def logits(self, hidden: torch.Tensor) -> Iterator[None]:
+    def logits(self, hidden: torch.Tensor, segments: Sequence[LoraSegment]) -> Iterator[None]:
         is_awaited, self._awaited_logits = self._awaited_logits is not None, None
         with self._together():
             if not is_awaited:
-                self._sender.send(Logits.of(hidden))
+                self._sender.send(Logits.of(hidden, segments))
             yield
 
     @contextmanager

@@ -61,12 +61,15 @@ class UseMemory:
 
 Array = NDArray[Any]
 
+AwaitedLogits = tuple[torch.Tensor, Sequence[LoraSegment]]
+"""Rows, and the segments of these rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A StepBatch, as it is to the last byte, and the changes of the slot table before it.
 
-    logits_rows: of the step, whose logits follow at once; None: none do.
+    logits: rows of the step whose logits follow at once, and the segments of these rows; None: none do.
     """
 
     changes: Sequence[SlotChange]
@@ -79,10 +82,10 @@ class Step:
     segments: tuple[LoraSegment, ...] | None
     is_decode: bool
     rope_factors: Array | None
-    logits_rows: Array | None
+    logits: tuple[Array, tuple[LoraSegment, ...]] | None
 
     @classmethod
-    def of(cls, batch: StepBatch, changes: Sequence[SlotChange], logits_rows: torch.Tensor | None) -> Step:
+    def of(cls, batch: StepBatch, changes: Sequence[SlotChange], logits: AwaitedLogits | None) -> Step:
         plan, lora = batch.attention, batch.lora
         return cls(
             changes,
@@ -100,7 +103,7 @@ class Step:
             None if lora is None else lora.segments,
             lora is not None and lora.is_decode,
             None if batch.rope_factors is None else batch.rope_factors.numpy(),
-            None if logits_rows is None else logits_rows.numpy(),
+            None if logits is None else (logits[0].numpy(), tuple(logits[1])),
         )
 
     def batch(self) -> StepBatch:
@@ -118,14 +121,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The head's share of these hidden states [n, hidden], as bytes: numpy has no bfloat16."""
+    """The head's share of these hidden states [n, hidden], as bytes: numpy has no bfloat16. segments: of their rows."""
 
     data: Array
     dtype: torch.dtype
+    segments: tuple[LoraSegment, ...]
 
     @classmethod
-    def of(cls, hidden: torch.Tensor) -> Logits:
-        return cls(hidden.contiguous().view(torch.uint8).numpy(), hidden.dtype)
+    def of(cls, hidden: torch.Tensor, segments: Sequence[LoraSegment]) -> Logits:
+        return cls(hidden.contiguous().view(torch.uint8).numpy(), hidden.dtype, tuple(segments))
 
     @property
     def hidden(self) -> torch.Tensor:

@@ -8,12 +8,14 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex import __version__
 from loraplex.errors import LoraplexError
+from loraplex.router.exchange import REPLICAS_HEADER
 from loraplex.router.fleet import Fleet
 from loraplex.router.keys import Keys
 from loraplex.router.lists import Lists
@@ -30,16 +32,21 @@ from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, address_of
-from loraplex.server.request_id import RequestIdMiddleware
+from loraplex.server.request_id import HEADER, RequestIdMiddleware
 from loraplex.server.urls import TrailingSlash
 
 INFERENCE_PATHS = (*GENERATION_PATHS, "/tokenize", "/detokenize")
 
 
-class RouterHealth(msgspec.Struct, frozen=True):
+class RouterHealth(msgspec.Struct, frozen=True, omit_defaults=True):
+    """restoring: adapters that replicas are to have again. differing: names that do not mean the same at all replicas
+    that take requests."""
+
     status: str
     replicas: int
     available: int
+    restoring: int = 0
+    differing: int = 0
 
 
 class Inference:
@@ -73,9 +80,11 @@ class Inference:
 class Own:
     """What the router says of itself."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, keys: Keys | None) -> None:
+        """keys: that the metrics need."""
         self._fleet = fleet
         self._metrics = metrics
+        self._keys = keys
 
     async def health(self, request: Request) -> Response:
         """200 while a replica takes requests."""
@@ -83,12 +92,15 @@ class Own:
         if not num_open:
             text = f"none of {num_all} replicas takes requests"
             raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
-        return Response(msgspec.json.encode(RouterHealth("ok", num_all, num_open)), media_type="application/json")
+        health = RouterHealth("ok", num_all, num_open, self._fleet.num_restoring, self._fleet.num_differing)
+        return Response(msgspec.json.encode(health), media_type="application/json")
 
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
+        if self._keys is not None and (refusal := await self._keys.refusal(request)) is not None:
+            return refusal
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
 
@@ -96,9 +108,10 @@ def create_router_app(
     fleet: Fleet, settings: RouteSettings, config: ServerConfig, connections: Connections
 ) -> Starlette:
     """The application. It neither starts nor ends the fleet."""
-    metrics, off_loop = RouterMetrics(fleet.replicas, connections), OffLoop()
+    metrics, off_loop = RouterMetrics(fleet.replicas, connections, lambda: fleet.num_differing), OffLoop()
     keys = Keys(fleet, settings.connect_timeout_s)
-    inference, own = Inference(fleet, metrics, settings, off_loop, keys), Own(fleet, metrics)
+    inference = Inference(fleet, metrics, settings, off_loop, keys)
+    own = Own(fleet, metrics, keys if settings.guard_metrics else None)
     lists, verbs = Lists(fleet, off_loop), AdapterVerbs(fleet, keys)
     routes = [
         *(Route(path, inference.generate, methods=["POST"]) for path in INFERENCE_PATHS),
@@ -111,10 +124,18 @@ def create_router_app(
         Route("/version", own.version, methods=["GET"]),
         Route("/metrics", own.metrics, methods=["GET"]),
     ]
-    guard = Middleware(BrowserGuard, hosts=AllowedHosts.of(config), allowed_origins=())
+    origins = config.cors_allowed_origins
+    guard = Middleware(BrowserGuard, hosts=AllowedHosts.of(config), allowed_origins=origins)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[HEADER, REPLICAS_HEADER],
+    )
     return Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIdMiddleware), guard, Middleware(TrailingSlash)],
+        middleware=[Middleware(RequestIdMiddleware), guard, Middleware(TrailingSlash), *([cors] if origins else [])],
         exception_handlers={LoraplexError: _answer, HTTPException: _answer_http},
     )
 

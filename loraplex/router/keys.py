@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.router.connection import LostError, NotSentError
+from loraplex.router.exchange import answer_headers, own_headers, response_of
 from loraplex.router.fleet import Fleet
 from loraplex.router.needs import tenant_of
-from loraplex.router.relay import answer_headers, own_headers, response_of
 from loraplex.routing import Needs
 from loraplex.routing.known import Known
 

@@ -19,8 +19,8 @@ from starlette.responses import Response
 
 from loraplex.errors import LoraplexError
 from loraplex.router.connection import UNREADABLE, Headers
+from loraplex.router.exchange import REPLICAS_HEADER, answer_headers, response_of, sent_headers, target_of
 from loraplex.router.fleet import Fleet
-from loraplex.router.relay import REPLICAS_HEADER, answer_headers, response_of, sent_headers, target_of
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError
 from loraplex.server.body import SHORT_BODY_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,8 +14,11 @@ from loraplex.server.connections import Connections
 
 
 class RouterMetrics:
-    def __init__(self, replicas: Collection[Replica], connections: Connections) -> None:
+    def __init__(
+        self, replicas: Collection[Replica], connections: Connections, num_differing: Callable[[], int]
+    ) -> None:
         self._replicas = replicas
+        self._num_differing = num_differing
         self._connections = connections
         self._requests: Counter[tuple[str, str]] = Counter()
         self._retries: Counter[str] = Counter()
@@ -47,12 +50,23 @@ class RouterMetrics:
         breaker = GaugeMetricFamily(
             "loraplex:router_breaker", "1 for the state of its circuit breaker.", labels=["replica", "state"]
         )
+        running = GaugeMetricFamily("loraplex:router_replica_running", "Requests in its batch.", labels=["replica"])
+        waiting = GaugeMetricFamily("loraplex:router_replica_waiting", "Requests that wait there.", labels=["replica"])
+        text = "Adapters that it is to have again."
+        restoring = GaugeMetricFamily("loraplex:router_replica_restoring", text, labels=["replica"])
         for replica in self._replicas:
+            running.add_metric([replica.name], replica.load.num_running)
+            waiting.add_metric([replica.name], replica.load.num_waiting)
+            restoring.add_metric([replica.name], len(replica.names.to_do))
             in_flight.add_metric([replica.name], replica.num_in_flight)
             is_open.add_metric([replica.name], float(replica.snapshot().is_open))
             for state in BreakerState:
                 breaker.add_metric([replica.name, state.value], float(replica.breaker.state is state))
-        yield from (in_flight, is_open, breaker)
+        yield from (in_flight, is_open, breaker, running, waiting, restoring)
+        text = "Names of adapters that do not mean the same at all replicas that take requests."
+        differing = GaugeMetricFamily("loraplex:router_adapters_differing", text)
+        differing.add_metric([], self._num_differing())
+        yield differing
         connections = GaugeMetricFamily("loraplex:http_connections", "Open connections.")
         connections.add_metric([], self._connections.num_open)
         yield connections

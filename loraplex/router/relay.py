@@ -8,7 +8,6 @@ ended the replica. A stream passes through piece by piece; the next piece is rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,46 +15,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraplex.errors import LoraplexError
-from loraplex.router.connection import UNREADABLE, Answer, Headers, LostError, NotSentError
+from loraplex.router.connection import UNREADABLE, Answer, LostError, NotSentError
+from loraplex.router.exchange import answer_headers, sent_headers, target_of
 from loraplex.router.fleet import Fleet
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.replica import Replica
 from loraplex.routing import Needs
-from loraplex.server.api_error import ApiError, error_reply, error_response
-from loraplex.server.request_id import HEADER
+from loraplex.server.api_error import ApiError, clipped, error_reply, error_response
 from loraplex.server.streaming import EVENT_STREAM, sse, until_disconnect
 
 _log = logging.getLogger("loraplex.router")
-
-SENT_HEADERS = frozenset(
-    {b"accept", b"authorization", b"content-type", b"last-event-id", b"traceparent", b"tracestate", b"user-agent"}
-)
-"""Of a client's headers; all others end here: hop-by-hop ones, cookies, what pages and proxies add."""
-
-DROPPED_HEADERS = frozenset(
-    {
-        b"alt-svc",
-        b"clear-site-data",
-        b"connection",
-        b"content-security-policy",
-        b"date",
-        b"keep-alive",
-        b"location",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"refresh",
-        b"server",
-        b"set-cookie",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-"""Of a replica's headers, and what its Connection header names: what a browser obeys is the router's to say."""
-
-CORS = b"access-control-"
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """After an answer there the replica has the adapter's weights on its device."""
@@ -68,9 +37,6 @@ RETRIED = {
 """Refusals of a request that has not begun. engine_dead is none: the request may be what ended the engine."""
 
 MAX_REFUSAL_BYTES = 2**16
-
-REPLICAS_HEADER = "X-Loraplex-Replicas"
-"""Of a verb: the names of the replicas that it is for. Of an answer: of those that it is from."""
 
 
 class Relayed(Response):
@@ -122,6 +88,7 @@ class Relayed(Response):
                     self._metrics.count_request(replica.name, answer.status)
                     refusal = await _refusal(answer, replica)
                     if refusal is not None:
+                        replica.names.doubt(answer.status, self._needs.adapter)
                         last = answer, refusal
                         continue
                     if answer.status < 300 and self._request.scope["path"] in GENERATION_PATHS:
@@ -130,10 +97,13 @@ class Relayed(Response):
                 finally:
                     answer.close()
             return
-        if isinstance(last, tuple):
+        is_promised = self._fleet.is_promised(self._needs.adapter)
+        if isinstance(last, tuple) and not (last[0].status == 404 and is_promised):
             await self._send_whole(*last, send)
             return
-        reason = str(last) if last is not None else "no replica is healthy"
+        reason = str(last) if isinstance(last, LoraplexError) else "no replica is healthy"
+        if is_promised:
+            reason = f"no replica that has adapter {clipped(str(self._needs.adapter))!r} takes requests now"
         text = f"{reason}; try again later"
         raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
 
@@ -195,44 +165,3 @@ def _lost(replica: Replica, error: LostError) -> ApiError:
     reason = error.message
     text = f"the replica of this request, {replica.name}, is no longer responding ({reason}); send the request again"
     return ApiError(text, status=502, kind="server_error", code="replica_lost")
-
-
-def target_of(request: Request) -> bytes:
-    """The path and query as the client wrote them, which the parser of the connection has checked."""
-    path: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
-    query: bytes = request.scope["query_string"]
-    return path + (b"?" + query if query else b"")
-
-
-def sent_headers(request: Request) -> Headers:
-    """What a replica gets of a client's head, with its address and the request's id."""
-    headers = [(name, value) for name, value in request.scope["headers"] if name in SENT_HEADERS]
-    headers.append((HEADER.lower().encode(), request.state.request_id.encode()))
-    if request.client is not None:
-        headers.append((b"x-forwarded-for", request.client.host.encode()))
-    return headers
-
-
-def own_headers(request: Request) -> Headers:
-    """Of what the router asks by itself in a client's name."""
-    own = (b"authorization", b"x-request-id", b"x-forwarded-for")
-    return [each for each in sent_headers(request) if each[0] in own]
-
-
-def response_of(status: int, headers: Headers, body: bytes) -> Response:
-    """What a replica answered, as a whole; headers are those of `answer_headers`."""
-    names = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-    names.pop("content-length", None)
-    return Response(body, status, names)
-
-
-def answer_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
-    """What a client gets of a replica's head."""
-    dropped = DROPPED_HEADERS | _names_in(value for name, value in answer.headers if name == b"connection")
-    if answer.status in (204, 304):  # they have no body, whatever they say of one
-        dropped |= {b"content-length"}
-    return [each for each in answer.headers if each[0] not in dropped and not each[0].startswith(CORS)]
-
-
-def _names_in(values: Iterable[bytes]) -> set[bytes]:
-    return {name.strip().lower() for value in values for name in value.split(b",")}

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from loraplex.router.connection import Answer, Headers, Line
+from loraplex.router.names import Names
 from loraplex.router.settings import RouteSettings
 from loraplex.routing import KnownMemory, Needs, Snapshot
 from loraplex.routing.breaker import Breaker
+from loraplex.server.verb_turns import VerbTurns
+
+VERB_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,15 @@ class Replica:
         self.name, self.url = name, url
         self.breaker = Breaker()
         self.is_ready = False
+        self.was_open = False  # since the router's start
         self.shares_names: bool | None = None  # with other servers, in a database; None: it has not said so yet
         self.load = Load(clock())
         self.num_kv_blocks: int | None = None
         self.adapter_room = 1.0
         self.base_names: frozenset[str] = frozenset()
         self.known = KnownMemory()
+        self.names = Names()
+        self.verb_turns = VerbTurns("verbs", 1, 1, VERB_TIMEOUT_S)
         self._num_by_tenant: Counter[str] = Counter()
         self._settings = settings
         self._key = key
@@ -64,14 +71,16 @@ class Replica:
 
     async def ask(self, path: str, max_bytes: int) -> tuple[int, bytes]:
         """A poll: status and body. Raises NotSentError, LostError (also for a longer body)."""
-        answer = await self.send("GET", path.encode(), self._own_headers(), b"", self._settings.connect_timeout_s)
+        answer = await self.send("GET", path.encode(), self.own_headers, b"", self._settings.connect_timeout_s)
         return answer.status, await answer.read(max_bytes)
 
     async def stream(self, path: str) -> Answer:
         """The answer to a poll that goes on. It must be closed."""
-        return await self.send("GET", path.encode(), self._own_headers(), b"")
+        return await self.send("GET", path.encode(), self.own_headers, b"")
 
-    def _own_headers(self) -> Headers:
+    @property
+    def own_headers(self) -> Headers:
+        """Of what the router asks and does by itself."""
         return [(b"authorization", f"Bearer {self._key}".encode("latin-1"))] if self._key else []
 
     # --------------------------------------------------------------------------------------------------------- learning
@@ -94,6 +103,7 @@ class Replica:
     def fail(self) -> None:
         was_closed = self.breaker.is_closed
         self.breaker.fail(self._clock())
+        self.names.is_doubtful = True
         if was_closed and not self.breaker.is_closed:
             self.known.forget()
 

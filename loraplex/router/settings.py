@@ -43,6 +43,11 @@ class RouteSettings:
     )
     ssl_certfile: str | None = setting(None, "TLS certificate with its chain, in PEM; the router then speaks https")
     ssl_keyfile: str | None = setting(None, "private key of the TLS certificate (default: in the certificate's file)")
+    cors_allowed_origins: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may call the router, such as https://app.example.com; repeatable",
+    )
+    guard_metrics: bool = setting(False, "a key that a replica takes required for /metrics")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; longer ones are answered with 413", group="Limits")
     max_connections: int | None = setting(
         None,
@@ -77,6 +82,7 @@ class RouteSettings:
             host=self.host,
             port=self.port,
             allowed_hosts=self.allowed_hosts,
+            cors_allowed_origins=self.cors_allowed_origins,
             ssl_certfile=self.ssl_certfile,
             ssl_keyfile=self.ssl_keyfile,
             max_body_bytes=self.max_body_bytes,

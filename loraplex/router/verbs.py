@@ -1,4 +1,5 @@
-"""Verbs on adapters: for all replicas, or those that the header X-Loraplex-Replicas names; all of them or none.
+"""Verbs on adapters: for all replicas that have been there since the router's start, or those that the header
+X-Loraplex-Replicas names; all of them or none.
 
     1. the first replica says that the client may do verbs          else its refusal, and nothing has happened
     2. each replica is open, and says what the names are now        else 503, and nothing has happened
@@ -7,6 +8,10 @@
 
 Replicas that share their names (`--database-url`) learn of a verb from each other: one of them, which is open, does it.
 Where weights are, in evict and preload, is for all of them, too.
+
+An unload goes to the replicas that have the name. A name that one of them is to have again waits for that, and one that
+means something else at each is not rolled back. What one replica writes to its own disk (merges and exports) goes to
+the one that the header names.
 
 What 4 cannot put back is said: `is_restored` of each replica in the answer. Verbs of one replica run one after the
 other, clients in turns. A client without an admin's key, or whose replica does not answer in 1, waits for no turn and
@@ -18,10 +23,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
@@ -29,56 +32,41 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex.errors import ConfigError, LoraplexError
-from loraplex.router.connection import UNREADABLE, Headers
+from loraplex.router.connection import Headers
+from loraplex.router.exchange import (
+    REPLICAS_HEADER,
+    Outcome,
+    look,
+    own_headers,
+    path_of,
+    response_of,
+    send,
+    sent_headers,
+    target_of,
+    typed,
+)
 from loraplex.router.fleet import Fleet
 from loraplex.router.keys import Keys
+from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
-from loraplex.router.relay import REPLICAS_HEADER, answer_headers, own_headers, response_of, sent_headers, target_of
 from loraplex.router.replica import Replica
-from loraplex.server.api_error import ApiError, ErrorBody
+from loraplex.server.api_error import ApiError, ErrorBody, clipped
 from loraplex.server.body import decode_object, read_body
 from loraplex.server.off_loop import address_of
 from loraplex.server.streaming import until_disconnect
-from loraplex.server.verb_turns import VerbTurns
 
 MAX_BODY_BYTES = 2**16
-MAX_ANSWER_BYTES = 2**20
-VERB_TIMEOUT_S = 300.0
-LOOK_TIMEOUT_S = 10.0
-"""For what a replica says of itself."""
 
 ADMINS_PATH = b"/v1/merges"
 """A short page that an admin's key may see, and no other."""
+
+UNLOAD_PATH = b"/v1/unload_lora_adapter"
 
 ABSENT: dict[str, Any] = {}
 STATE = ("path", "digest", "alias_of", "is_pinned")
 """Of a card: what a verb changes. Versions are numbers of each replica's own."""
 
 Names = Callable[[Request, bytes], Sequence[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a replica said; status 0: it was lost, and may have done it or not."""
-
-    replica: Replica
-    status: int
-    body: bytes = b""
-    headers: Headers = ()
-    reason: str = ""
-
-    @property
-    def is_done(self) -> bool:
-        return 200 <= self.status < 300
-
-    @property
-    def message(self) -> str:
-        if self.reason:
-            return self.reason
-        try:
-            return str(msgspec.json.decode(self.body)["error"]["message"])
-        except (*UNREADABLE, KeyError, TypeError):
-            return self.body[:200].decode(errors="replace")
 
 
 class ReplicaCard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -99,7 +87,6 @@ class AdapterVerbs:
     def __init__(self, fleet: Fleet, keys: Keys) -> None:
         self._fleet = fleet
         self._keys = keys
-        self._turns = {replica: VerbTurns("verbs", 1, 1, VERB_TIMEOUT_S) for replica in fleet.replicas}
 
     def routes(self) -> list[Route]:
         def verb(method: str, path: str, names: Names) -> Route:
@@ -111,8 +98,10 @@ class AdapterVerbs:
             verb("POST", "/v1/unload_lora_adapter", of_body),
             verb("POST", "/v1/adapters", of_body),
             verb("POST", "/v1/adapters/switch", partial(_named_in, ("old", "old_name", "new", "new_name"))),
-            Route("/v1/adapters/merge", _refuse, methods=["POST"]),
-            Route("/v1/adapters/{name:path}/export", _refuse, methods=["POST"]),
+            Route("/v1/adapters/merge", self._run_at_one, methods=["POST"]),
+            Route("/v1/adapters/{name:path}/export", self._run_at_one, methods=["POST"]),
+            Route("/v1/merges", self._run_at_one, methods=["GET"]),
+            Route("/v1/merges/{merge_id}", self._run_at_one, methods=["GET", "DELETE"]),
             verb("POST", "/v1/adapters/{name:path}/clone", of_body),
             *(verb("POST", f"/v1/adapters/{{name:path}}/{each}", _in_path) for each in ("pin", "unpin", "rollback")),
             *(verb("POST", f"/v1/adapters/{{name:path}}/{each}", _nothing) for each in ("evict", "preload")),
@@ -132,20 +121,37 @@ class AdapterVerbs:
         async with AsyncExitStack() as held:
             await until_disconnect(request, self._take_turns(held, request, replicas))
             _check_open(replicas)
+            _check_whole(names, replicas)
             return await self._on_all(request, body, names, replicas)
+
+    async def _run_at_one(self, request: Request) -> Response:
+        """What a replica writes to its own disk, and what it says of that."""
+        if (unknown := await self._keys.refusal(request)) is not None:
+            return unknown
+        replicas = self._replicas(request, are_equal=False)
+        if len(replicas) != 1 or REPLICAS_HEADER not in request.headers:
+            text = f"merges and exports write files at one replica: name it in the header {REPLICAS_HEADER}, then load "
+            raise ApiError(text + "the result at all replicas from a path that they share", code="not_routed")
+        body = await read_body(request, MAX_BODY_BYTES) if request.method == "POST" else b""
+        doing = send(request.method, target_of(request), sent_headers(request), body, replicas[0])
+        outcome = await until_disconnect(request, doing)
+        if outcome.status == 0:
+            raise ApiError(outcome.message, status=502, kind="server_error", code="replica_lost")
+        return _answer_of(outcome, replicas)
 
     async def _take_turns(self, held: AsyncExitStack, request: Request, replicas: Sequence[Replica]) -> None:
         """In one order, so that no two verbs wait for each other."""
-        for replica, turns in self._turns.items():
+        for replica in self._fleet.replicas:
             if replica in replicas:
-                await held.enter_async_context(turns.of(address_of(request)))
+                await held.enter_async_context(replica.verb_turns.of(address_of(request)))
 
     def _replicas(self, request: Request, are_equal: bool) -> list[Replica]:
         """are_equal: one does, of those that share their names."""
         given = request.headers.get(REPLICAS_HEADER)
         try:
             named = [name.strip() for name in given.split(",")] if given is not None else None
-            found = list(self._fleet.replicas) if named is None else self._fleet.named(named)
+            there = [replica for replica in self._fleet.replicas if replica.was_open] or list(self._fleet.replicas)
+            found = there if named is None else self._fleet.named(named)
         except ConfigError as error:
             raise ApiError(f"{REPLICAS_HEADER}: {error}", param=REPLICAS_HEADER) from None
         said = [replica.shares_names for replica in found if replica.shares_names is not None]
@@ -164,21 +170,54 @@ class AdapterVerbs:
             return _answer_of(refusal.outcome, ())
         except LoraplexError as error:
             raise _not_begun(str(error)) from error
-        send = partial(_send, request.method, target_of(request), headers, body)
-        first = await send(replicas[0])
+        if request.method == "DELETE" or target_of(request).startswith(UNLOAD_PATH):
+            having = [(replica, card) for replica, card in zip(replicas, cards, strict=True) if any(card.values())]
+            if having:
+                replicas, cards = [each for each, _ in having], [card for _, card in having]
+        if (
+            request.scope["path"].endswith("/rollback")
+            and len({tuple(map(_meaning, each.values())) for each in cards}) > 1
+        ):
+            raise _differing(names)
+        do = partial(send, request.method, target_of(request), headers, body)
+        first = await do(replicas[0])
         if not first.is_done and first.status != 0:
             return _answer_of(first, replicas[:1])
         outcomes = [first]
         if first.is_done:
-            outcomes += await asyncio.gather(*map(send, replicas[1:]))
+            outcomes += await asyncio.gather(*map(do, replicas[1:]))
         if all(outcome.is_done for outcome in outcomes):
             self._forget(names, replicas)
+            await self._note(names, replicas)
             return _answer_of(first, replicas)
         restored = await asyncio.gather(
             *(_restore(each.replica, before, own) for each, before in zip(outcomes, cards, strict=False))
         )
         self._forget(names, replicas)
+        for replica in replicas:
+            replica.names.is_doubtful = True
         return _partial(outcomes, restored)
+
+    async def _note(self, names: Sequence[str], replicas: Sequence[Replica]) -> None:
+        """What replicas have now; those that are away get it when they are back, where all others have it."""
+        first = replicas[0]
+        if not names or first.shares_names or first.names.held is None:
+            return
+        away = [replica for replica in self._fleet.replicas if not replica.snapshot().is_open]
+        is_all = {*replicas, *away} >= set(self._fleet.replicas)
+        for name in names:
+            try:
+                found = await _card(first, name, first.own_headers)
+                card = msgspec.convert(found, Card) if found else None
+            except (LoraplexError, _AnswerError, msgspec.ValidationError):
+                for replica in replicas:
+                    replica.names.is_doubtful = True
+                continue
+            for replica in replicas:
+                replica.names.change(name, card)
+            for replica in away if is_all else ():
+                if replica not in replicas:
+                    replica.names.owe(name, card)
 
     @staticmethod
     def _forget(names: Sequence[str], replicas: Sequence[Replica]) -> None:
@@ -203,11 +242,6 @@ def _nothing(request: Request, body: bytes) -> list[str]:
     return []
 
 
-async def _refuse(request: Request) -> Response:
-    text = "merges and exports write files on one machine: send them to a replica, and load the result through here"
-    raise ApiError(text, code="not_routed")
-
-
 # ------------------------------------------------------------------------------------------------------------- replicas
 
 
@@ -225,43 +259,34 @@ def _check_open(replicas: Sequence[Replica]) -> None:
             raise _not_begun(f"replica {replica.name} is not available; name the others in {REPLICAS_HEADER}")
 
 
+def _check_whole(names: Sequence[str], replicas: Sequence[Replica]) -> None:
+    for replica in replicas:
+        for name in names:
+            if name in replica.names.to_do:
+                raise _not_begun(f"replica {replica.name} was started again and is yet to load {clipped(name)!r}")
+
+
+def _differing(names: Sequence[str]) -> ApiError:
+    what = ", ".join(repr(clipped(name)) for name in names)
+    text = f"nothing was changed: {what} is not the same at all replicas; load it at all with PUT, and roll back then"
+    return ApiError(text, status=409, kind="conflict_error", code="replicas_disagree")
+
+
 async def _refusal(request: Request, body: bytes, replica: Replica) -> Response | None:
     """The answer to a client that may do no verb; None for one that may. Raises ApiError where it is not known."""
-    seen = await _look(replica, ADMINS_PATH, own_headers(request))
+    seen = await look(replica, ADMINS_PATH, own_headers(request))
     if seen.status == 0:
         raise _not_begun(seen.message)
     if seen.status == 403:  # the replica's refusal of the verb names it, and leaves an audit record
-        seen = await _send(request.method, target_of(request), sent_headers(request), body, replica)
+        seen = await send(request.method, target_of(request), sent_headers(request), body, replica)
     elif seen.is_done:
         return None
     return _answer_of(seen, ())
 
 
-async def _look(replica: Replica, path: bytes, headers: Headers) -> Outcome:
-    return await _send("GET", path, headers, b"", replica, LOOK_TIMEOUT_S)
-
-
-async def _send(
-    method: str, target: bytes, headers: Headers, body: bytes, replica: Replica, timeout_s: float = VERB_TIMEOUT_S
-) -> Outcome:
-    try:
-        async with asyncio.timeout(timeout_s):
-            answer = await replica.send(method, target, headers, body, timeout_s)
-            answered = await answer.read(MAX_ANSWER_BYTES)
-    except TimeoutError:
-        return Outcome(replica, 0, reason=f"replica {replica.name} did not answer within {timeout_s:g} s")
-    except LoraplexError as error:
-        return Outcome(replica, 0, reason=str(error))
-    return Outcome(replica, answer.status, answered, answer_headers(answer))
-
-
-def _path_of(name: str, verb: str = "") -> bytes:
-    return f"/v1/adapters/{quote(name, safe='')}{verb}".encode()
-
-
 async def _card(replica: Replica, name: str, headers: Headers) -> dict[str, Any]:
     """What a replica has under a name; ABSENT: nothing. Raises LoraplexError."""
-    outcome = await _look(replica, _path_of(name), headers)
+    outcome = await look(replica, path_of(name), headers)
     if outcome.status == 404:
         return ABSENT
     if outcome.status == 0:
@@ -287,26 +312,36 @@ async def _restore(replica: Replica, before: dict[str, dict[str, Any]], headers:
 
 
 async def _put_back(replica: Replica, name: str, card: dict[str, Any], headers: Headers) -> None:
-    typed = [*headers, (b"content-type", b"application/json")]
     now = await _card(replica, name, headers)
     if not card:
         if now:
-            await _send("DELETE", _path_of(name), headers, b"", replica)
+            await send("DELETE", path_of(name), headers, b"", replica)
+        return
+    if not now and card.get("alias_of"):
+        body = msgspec.json.encode({"old": name, "new": card["alias_of"]})
+        await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
         return
     if not now:
         fields = {"name": name, "path": card["path"], "is_pinned": card["is_pinned"]}
         if card.get("lora_int_id") is not None:
             fields["lora_int_id"] = card["lora_int_id"]
-        await _send("POST", b"/v1/adapters", typed, msgspec.json.encode(fields), replica)
+        await send("POST", b"/v1/adapters", typed(headers), msgspec.json.encode(fields), replica)
+        if card.get("alias_of"):
+            body = msgspec.json.encode({"old": name, "new": card["alias_of"]})
+            await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
         return
     if (now.get("alias_of"), now.get("digest")) != (card.get("alias_of"), card.get("digest")):
-        await _send("POST", _path_of(name, "/rollback"), headers, b"", replica)
+        await send("POST", path_of(name, "/rollback"), headers, b"", replica)
     if now.get("is_pinned") != card.get("is_pinned"):
-        await _send("POST", _path_of(name, "/pin" if card["is_pinned"] else "/unpin"), headers, b"", replica)
+        await send("POST", path_of(name, "/pin" if card["is_pinned"] else "/unpin"), headers, b"", replica)
 
 
 def _state(card: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(card.get(field) for field in STATE)
+
+
+def _meaning(card: dict[str, Any]) -> tuple[Any, ...]:
+    return card.get("digest"), card.get("alias_of")
 
 
 # -------------------------------------------------------------------------------------------------------------- answers

@@ -3,6 +3,8 @@
     GET /health       each poll: whether it takes requests; the probe of a half-open breaker
     GET /metrics      each poll: running and waiting requests, used KV, the base model's name
     GET /v1/models    with the memory: its other names
+    GET /v1/adapters  when first seen, after a doubt, and every LIST_EVERY_S: which adapters there are (the same key)
+    GET /version      with it: which process says so
     GET /v1/memory    every MEMORY_EVERY_S: tiers of the adapters used last, room (an admin's key, where there are keys)
     GET /v1/events    one stream: what was evicted, unloaded or switched since (the same)
 
@@ -18,16 +20,20 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Protocol
+from urllib.parse import quote
 
 import msgspec
 
 from loraplex.core import Tier
 from loraplex.router.connection import UNREADABLE, Answer, LostError, NotSentError
+from loraplex.router.names import Card
 from loraplex.router.needs import MAX_NAME_CHARS
 from loraplex.router.replica import Load, Replica
+from loraplex.router.restoring import restore
 from loraplex.router.settings import RouteSettings
+from loraplex.routing.known import MAX_KNOWN_ADAPTERS
 
 _log = logging.getLogger("loraplex.router")
 
@@ -37,6 +43,14 @@ MAX_MEMORY_BYTES = 4 * 2**20
 MAX_EVENT_BYTES = 2**18
 MEMORY_EVERY_S = 10.0
 MEMORY_PATH = "/v1/memory?adapters=true&top=1000&order=last_used"
+LIST_EVERY_S, LIST_AGAIN_S = 60.0, 10.0
+"""LIST_AGAIN_S: at most so often for a change that was not this router's."""
+
+LIST_PAGE = 1000
+LIST_PATH = f"/v1/adapters?limit={LIST_PAGE}&after="
+MAX_LIST_BYTES = 16 * 2**20
+LIST_TIMEOUT_S = 30.0
+VERSION_PATH = "/version"
 MAX_BASE_NAMES = 64
 MODELS_PATH = f"/v1/models?limit={MAX_BASE_NAMES}"
 """Base models come first."""
@@ -45,7 +59,7 @@ EVENT_KINDS = ("load", "evict", "drop", "unload", "switch", "restart")
 EVENTS_PATH = "/v1/events?" + "&".join(f"kind={kind}" for kind in EVENT_KINDS)
 
 _LOADS = re.compile(
-    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|loraplex:engine_up)"
+    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|loraplex:adapters)"
     rb"(?:\{([^\n]*)\})? ([0-9.eE+-]{1,32})$",
     re.MULTILINE,
 )
@@ -82,6 +96,15 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Version(msgspec.Struct):
+    instance: str = ""
+
+
+class _Cards(msgspec.Struct):
+    data: list[Card]
+    has_more: bool = False
+
+
 class _Details(msgspec.Struct, gc=False):
     tier: msgspec.Raw = msgspec.Raw(b"")
 
@@ -92,15 +115,41 @@ class _Event(msgspec.Struct, gc=False):
     details: _Details = msgspec.field(default_factory=_Details)
 
 
+class Others(Protocol):
+    """What the fleet says to the watcher of one replica."""
+
+    def shared_with(self, new: Replica) -> Iterable[Card]:
+        """What all others have, for one that was not there when the router started."""
+        ...
+
+    def agree_on(self, replica: Replica) -> None:
+        """A new process is to have what the others have now, where that is another version."""
+        ...
+
+    def note_gone(self, names: Iterable[str]) -> None:
+        """What was unloaded at a replica; where none has it any more it does not come back with one that is away."""
+        ...
+
+
 class Watcher:
     """Follows one replica until it is cancelled."""
 
-    def __init__(self, replica: Replica, settings: RouteSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        settings: RouteSettings,
+        clock: Callable[[], float] = time.monotonic,
+        others: Others | None = None,
+    ) -> None:
         self._replica = replica
+        self._others = others
         self._settings = settings
         self._clock = clock
         self._memory_due_s = -math.inf
         self._may_read_memory = True
+        self._list_due_s = -math.inf
+        self._list_read_s = -math.inf
+        self._restoring: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Polls, and the stream of events beside them."""
@@ -110,8 +159,10 @@ class Watcher:
                 await self.poll()
                 await asyncio.sleep(self._settings.poll_interval_s)
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            tasks = [task for task in (following, self._restoring) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def poll(self) -> None:
         """One look, unless the breaker is open."""
@@ -122,25 +173,36 @@ class Watcher:
         try:
             async with asyncio.timeout(2 * self._settings.connect_timeout_s):
                 status, health = await replica.ask("/health", MAX_HEALTH_BYTES)
-                replica.is_ready = status == 200
-                if replica.is_ready:
+                is_ready = status == 200
+                if is_ready:
                     replica.shares_names = _has_database(health)
         except (NotSentError, LostError, TimeoutError) as error:
             if isinstance(error, NotSentError) and error.is_own:
                 return
             self._fail(was_closed, str(error) or "it did not answer a poll in time")
             return
-        if not replica.is_ready:
+        if not is_ready:
+            replica.is_ready = False
             self._fail(was_closed, f"its health is {status}")
             return
-        replica.breaker.succeed()
         if not was_closed:
-            _log.info("replica %s takes requests", replica.name)
             self._memory_due_s, self._may_read_memory = -math.inf, True
         await self._read_load()
         if self._may_read_memory and now_s >= self._memory_due_s:
             self._memory_due_s = now_s + MEMORY_EVERY_S
             await self._read_memory()
+        if (
+            self._may_read_memory
+            and not replica.shares_names
+            and (replica.names.is_doubtful or now_s >= self._list_due_s)
+        ):
+            await self._read_names(now_s)
+        replica.breaker.succeed()
+        replica.is_ready = replica.was_open = True
+        if not was_closed:
+            _log.info("replica %s takes requests", replica.name)
+        if replica.names.to_do and (self._restoring is None or self._restoring.done()):
+            self._restoring = asyncio.ensure_future(restore(replica))
 
     def _fail(self, was_closed: bool, reason: str) -> None:
         self._replica.fail()
@@ -169,6 +231,55 @@ class Watcher:
             if b"vllm:kv_cache_usage_perc" in found
             else None,
         )
+        held = self._replica.names.held
+        if held is not None and found.get(b"loraplex:adapters", len(held)) != len(held):
+            self._read_names_soon()
+
+    def _read_names_soon(self) -> None:
+        self._list_due_s = min(self._list_due_s, self._list_read_s + LIST_AGAIN_S)
+
+    async def _read_names(self, now_s: float) -> None:
+        """All of them; a list beside which a verb or a start came is read again at the next poll."""
+        replica, names = self._replica, self._replica.names
+        before = names.version
+        self._list_read_s, self._list_due_s = now_s, now_s + LIST_EVERY_S
+        with contextlib.suppress(NotSentError, LostError, TimeoutError, *UNREADABLE):
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                instance = await self._instance()
+                listed = await self._listed()
+                is_whole = listed is not None and bool(instance) and instance == await self._instance()
+            if listed is None or not is_whole or names.version != before:
+                return
+            for card in self._others.shared_with(replica) if self._others is not None and names.is_new else ():
+                if card.name not in listed:
+                    names.owe(card.name, card)
+            has_restarted, gone = names.learn(instance, listed)
+            if self._others is not None:
+                self._others.note_gone(gone)
+                self._others.agree_on(replica)
+            if has_restarted:
+                replica.known.forget()
+                text = "replica %s was started again: %d adapters, %d are to be loaded or unloaded as before"
+                _log.info(text, replica.name, len(listed), len(names.to_do))
+
+    async def _instance(self) -> str:
+        status, page = await self._replica.ask(VERSION_PATH, MAX_HEALTH_BYTES)
+        return msgspec.json.decode(page, type=_Version).instance if status == 200 else ""
+
+    async def _listed(self) -> dict[str, Card] | None:
+        """None: it does not say, or there are too many to keep."""
+        found: dict[str, Card] = {}
+        after = ""
+        while len(found) <= MAX_KNOWN_ADAPTERS:
+            status, body = await self._replica.ask(LIST_PATH + quote(after, safe=""), MAX_LIST_BYTES)
+            if status != 200:
+                return None
+            page = msgspec.json.decode(body, type=_Cards)
+            found |= {card.name: card for card in page.data if len(card.name) <= MAX_NAME_CHARS}
+            if not page.has_more or not page.data or page.data[-1].name <= after:
+                return found
+            after = page.data[-1].name
+        return None
 
     async def _read_memory(self) -> None:
         """What is wrong with it is no reason to send a replica no requests."""
@@ -218,6 +329,8 @@ class Watcher:
 
     def _apply(self, event: _Event) -> None:
         known = self._replica.known
+        if event.kind in ("unload", "switch"):
+            self._read_names_soon()
         if event.kind == "restart":
             known.forget()
         elif event.adapter is not None and len(event.adapter) <= MAX_NAME_CHARS:

@@ -108,6 +108,11 @@ class HealthSurface(Protocol):
         ...
 
     @property
+    def starting(self) -> Sequence[str]:
+        """Names of the runners that take no requests and are wanted."""
+        ...
+
+    @property
     def database(self) -> DatabaseHealth | None:
         """Of the names that several servers share; None: this one has names of its own."""
         ...
@@ -177,6 +182,11 @@ class EngineSurface(Protocol):
 
     @property
     def num_runners(self) -> int: ...
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """Of each runner, as torch names it."""
+        ...
 
     async def runner_reports(self) -> Sequence[RunnerReport]:
         """Each runner: one that does not answer has no figures."""

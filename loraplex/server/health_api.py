@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
@@ -39,7 +40,8 @@ STEP_POLL_S = 0.05
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """`status`: ok; busy for a probe that had no turn beside others; degraded while some of several runners take no
     requests, or the database is away. probe_ms: how long its token took. runners, serving, released: how many there
-    are, serve and were ended since the load does not need them, if several. database, with --database-url: connected;
+    are, serve and were ended since the load does not need them, if several; starting: which ones are being started
+    again. database, with --database-url: connected;
     down: verbs are refused; silent: adapters are refused, too. database_away_s: since when.
     """
 
@@ -48,16 +50,20 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     runners: int | None = None
     serving: int | None = None
     released: int | None = None
+    starting: tuple[str, ...] = ()
     database: str | None = None
     database_away_s: float | None = None
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
-    """runners: how many engine processes there are, where there are several."""
+    """instance: of this process, another one after each start. runners: how many engine processes there are, where
+    there are several; devices: of each, as torch names it."""
 
     version: str
     backend: str
+    instance: str
     runners: int = 1
+    devices: tuple[str, ...] = ()
 
 
 class Shared(Generic[T]):
@@ -148,6 +154,7 @@ class HealthRoutes:
         self._context = context
         self._probe = Shared(GenerateProbe(context.engine, context.config.probe_timeout_s).run)
         self._page = Shared(self._render_page)
+        self._instance = secrets.token_hex(8)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["health"], route_class=GuardedRoute)
@@ -198,7 +205,10 @@ class HealthRoutes:
         now = Health(status, probe_ms)
         if num_all > 1:
             released = health.num_released or None
-            now = msgspec.structs.replace(now, runners=num_all, serving=health.num_serving, released=released)
+            starting = tuple(health.starting)
+            now = msgspec.structs.replace(
+                now, runners=num_all, serving=health.num_serving, released=released, starting=starting
+            )
         if health.database is not None:
             state, away_s = health.database.state, round(health.database.away_s, 1) or None
             now = msgspec.structs.replace(now, database=state.value, database_away_s=away_s)
@@ -208,8 +218,11 @@ class HealthRoutes:
 
     @requires(Access.OPEN)
     async def version(self) -> Response:
-        """Of Loraplex, and which kernels run."""
-        version = Version(__version__, self._context.engine.model_info.backend, self._context.engine.num_runners)
+        """Of Loraplex, which kernels run, and where."""
+        engine = self._context.engine
+        version = Version(__version__, engine.model_info.backend, self._instance, engine.num_runners)
+        if engine.num_runners > 1:
+            version = msgspec.structs.replace(version, devices=tuple(engine.devices))
         return Response(encode(version), media_type="application/json")
 
     @requires(Access.OPEN)

@@ -304,4 +304,6 @@ def _announce(sock: socket.socket, context: ServerContext) -> None:
     if most <= may_wait:
         text = "requests that wait may take all of them, %d may wait: lower --max-waiting-requests, or raise %s"
         _log.warning(text, may_wait, "--max-connections and the limit of open files")
-    print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} ({adapters})", flush=True)
+    devices = context.engine.devices
+    runners = f", {len(devices)} runners: {', '.join(devices)}" if len(devices) > 1 else ""
+    print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} ({adapters}{runners})", flush=True)

@@ -73,6 +73,7 @@ class FakeHealth:
     message: str = ""
     num_serving: int = 1
     num_released: int = 0
+    starting: tuple[str, ...] = ()
     database: DatabaseHealth | None = None
 
 
@@ -333,11 +334,16 @@ class FakeAsyncEngine(AdapterVerbs):
         num_serving = sum(each.is_serving for each in self.reports) if self.reports else 1
         num_released = sum(each.is_released for each in self.reports)
         message = "" if self._death is None else str(self._death)
-        return FakeHealth(self._death is None, message, num_serving, num_released)
+        starting = tuple(each.name for each in self.reports if not each.is_serving and not each.is_released)
+        return FakeHealth(self._death is None, message, num_serving, num_released, starting)
 
     @property
     def num_runners(self) -> int:
-        return len(self.reports) or 1
+        return len(self.devices)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(each.device for each in self.reports) or ("cpu",)
 
     async def runner_reports(self) -> Sequence[RunnerReport]:
         return self.reports or (RunnerReport("0", "cpu", stats=await self.stats()),)

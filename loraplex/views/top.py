@@ -156,7 +156,7 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         look, width = self._look, options.max_width
-        head = Group(_engine(look), Text(), _tiers(look, width), _chunks(look, width), Text())
+        head = Group(_engine(look), *_runners(look), Text(), _tiers(look, width), _chunks(look, width), Text())
         yield head
         adapters, events = list(look.memory["top_adapters"] or ()), list(look.events)
         if self._height is None:
@@ -204,6 +204,20 @@ def _latency(look: Look, name: str) -> str:
     """Upper bounds of the histogram's buckets."""
     p50, p99 = look.quantile(name, 0.5), look.quantile(name, 0.99)
     return "-" if p50 is None or p99 is None else f"p50 <= {1e3 * p50:g} ms, p99 <= {1e3 * p99:g} ms"
+
+
+def _runners(look: Look) -> list[RenderableType]:
+    """A line of each, where there are several."""
+    lines: list[RenderableType] = []
+    for each in look.memory.get("runners") or ():
+        what = f"runner {shown(each['runner'])} {shown(each['device'])}  "
+        if each["kv"] is not None:
+            share = each["kv"]["used_bytes"] / max(1, each["kv"]["max_bytes"])
+            figures = f"running {each['running']}  waiting {each['waiting']}  KV {100 * share:.0f} %"
+        else:
+            figures = shown(each["message"] or "no answer")
+        lines.append(Text(what + figures, style="" if each["kv"] else "yellow", no_wrap=True, overflow="ellipsis"))
+    return lines
 
 
 def _tiers(look: Look, width: int) -> RenderableType:

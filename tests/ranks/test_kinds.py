@@ -10,14 +10,12 @@ import pytest
 from peft import BdLoraConfig, LoraConfig
 
 from loraplex.core import AdapterMix
-from loraplex.errors import AdapterNotFoundError, AdapterValidationError
 from tests.engine.driver import Driver
-from tests.fixtures import KIND_OPTIONS, TARGET_MODULES, VOCAB_SIZE, ModelZoo
+from tests.fixtures import KIND_OPTIONS, TARGET_MODULES, ModelZoo
 from tests.ranks.engines import LORA, Asked, adapter_of, answers, check, driver_of, kind_of, load, opened
 
 BIASES = ("bias all", "bias lora_only", "lora_bias")
 OWN = ("saved norms", "saved linears", "a saved MLP", "LN tuning")
-REFUSED = ("LoRA of both", "LoRA of the head", "saved embedding", "trained tokens", "added tokens", "fewer tokens")
 
 
 def adapters_of(zoo: ModelZoo, base: Path) -> dict[str, Path]:
@@ -66,18 +64,6 @@ def test_dora_of_random_weights_and_norms_per_head(zoo: ModelZoo) -> None:
             load(driver, adapters)
             said.append(answers(driver, [Asked(name, num_tokens=8) for name in adapters]))
     assert said[1] == said[0]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_ranks_do_not_share_yet_is_refused_by_name_and_nothing_of_it_stays(
-    zoo: ModelZoo, base: Path, two_ranks: Driver, name: str
-) -> None:
-    path = zoo.own_adapter(base, name)
-    with pytest.raises(AdapterValidationError, match="an embedding or a head cannot be shared by the 2 ranks"):
-        two_ranks.registry.load(name, str(path))
-    with pytest.raises(AdapterNotFoundError):
-        two_ranks.submit([1, 2, VOCAB_SIZE - 1], name)
-    two_ranks.check_idle()
 
 
 @pytest.mark.parametrize(

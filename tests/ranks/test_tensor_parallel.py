@@ -15,8 +15,8 @@ from loraplex.errors import ConfigError, DeviceLostError, ModelConfigError
 from loraplex.memory.space.arena import Arena, Owner
 from loraplex.ranks.messages import shared_tensor
 from tests.engine.driver import Driver
-from tests.fixtures import FAMILIES, KIND_OPTIONS, GreedyCase, ModelZoo
-from tests.ranks.engines import NUM_TOKENS, SETTINGS, adapter_of, check, driver_of, kind_of
+from tests.fixtures import FAMILIES, GreedyCase, ModelZoo
+from tests.ranks.engines import NUM_TOKENS, SETTINGS, adapter_of, check, driver_of
 
 ADAPTERS = ("all linears", "patterns", "lora_bias")
 
@@ -53,13 +53,6 @@ def family(request: pytest.FixtureRequest, zoo: ModelZoo) -> Iterator[tuple[Path
 def test_two_ranks_say_what_transformers_and_peft_say(zoo: ModelZoo, family: tuple[Path, Driver]) -> None:
     base, driver = family
     check(driver, cases_of(zoo, base))
-
-
-@pytest.mark.ranks
-def test_two_ranks_say_it_of_each_alone(zoo: ModelZoo, family: tuple[Path, Driver]) -> None:
-    base, driver = family
-    for case in cases_of(zoo, base):
-        check(driver, [case])
 
 
 @pytest.mark.ranks
@@ -142,11 +135,12 @@ def test_what_cannot_be_shared_is_refused_before_a_process_starts(zoo: ModelZoo)
     base = zoo.base("llama")
     with pytest.raises(ModelConfigError, match=re.escape("num_attention_heads of the model is 4, which 3 ranks")):
         driver_of(base, 3)
-    for settings in ({"quantization": "int8"}, {"tensor_parallel_size": 0}):
-        with pytest.raises(ConfigError, match="tensor_parallel_size"):
-            driver_of(base, 2, **settings)
-    with pytest.raises(ConfigError, match="host_compression with tensor_parallel_size 2"):
-        driver_of(base, 2, LoRAConfig(host_compression="lossless"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        driver_of(base, 2, tensor_parallel_size=0)
+    with pytest.raises(ConfigError, match="merge_dominant_adapter with tensor_parallel_size 2"):
+        driver_of(base, 2, LoRAConfig(merge_dominant_adapter=True))
+    with pytest.raises(ConfigError, match="host_compression int8 with fully_sharded_loras"):
+        driver_of(base, 2, LoRAConfig(host_compression="int8", fully_sharded_loras=True))
 
 
 @pytest.mark.ranks
@@ -172,20 +166,6 @@ def test_bits_depend_on_the_number_of_ranks_and_on_no_other_row(zoo: ModelZoo) -
             driver.close()
     assert seen[0] == seen[1]
     assert all(len(each) == 6 for each in seen[0])
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("size", "max_tokens"), [(2, NUM_TOKENS), (4, 8)])
-def test_all_kinds(zoo: ModelZoo, size: int, max_tokens: int) -> None:
-    base = zoo.base("mistral")
-    kinds = list(KIND_OPTIONS)
-    driver = driver_of(base, size)
-    try:
-        for kind in kinds:
-            driver.registry.load(kind, str(kind_of(zoo, base, kind)))
-        check_each(driver, [(kind, zoo.fit_case(base, kind_of(zoo, base, kind))) for kind in kinds], max_tokens)
-    finally:
-        driver.close()
 
 
 @pytest.mark.ranks

@@ -19,6 +19,8 @@ from loraplex.testing import FakeAsyncEngine
 ADAPTERS = {"sql": "/adapters/sql", "chat": "/adapters/chat"}
 SETTINGS: dict[str, Any] = {"port": 0, "access_log": False, "poll_interval_s": 0.02, "shutdown_grace_s": 0.0}
 
+POLLED = (b"/metrics", b"/version", b"/v1/memory", b"/v1/events", b"/v1/models?limit")
+
 
 def completion(model: str = "sql", **fields: Any) -> dict[str, Any]:
     return {"model": model, "prompt": "hi", "max_tokens": 6, "ignore_eos": True, **fields}
@@ -58,6 +60,11 @@ class FakeReplica:
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
         await self.stop()
+
+    async def start_empty(self) -> None:
+        """Again, as a process without a state directory."""
+        self.engine = FakeAsyncEngine()
+        await self.start()
 
     async def stop(self) -> None:
         self._server.stop()
@@ -120,7 +127,7 @@ class RawReplica:
             body = await reader.readexactly(length)
             if head.startswith(b"GET /health"):
                 writer.write(self.health + b"\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok")
-            elif head.startswith((b"GET /metrics", b"GET /v1/memory", b"GET /v1/events", b"GET /v1/models?limit")):
+            elif head.startswith(tuple(b"GET " + path for path in POLLED)):
                 writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
             else:
                 self.requests.append(head + body)

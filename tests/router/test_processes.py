@@ -1,10 +1,12 @@
-"""Two servers of the demo's model and a router, as processes; one server is killed under load and comes back."""
+"""Two servers of the demo's model and a router, as processes: a server and the router are killed under load and come
+back, and what was loaded is there."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -73,31 +75,60 @@ async def ask(client: httpx.AsyncClient, model: str, max_tokens: int = 12) -> An
     return await client.post("/v1/completions", json={**body, "ignore_eos": max_tokens > 12})
 
 
-async def test_a_server_that_is_killed_under_load_fails_its_own_requests_alone(programs: list[Program]) -> None:
+def in_flight(replica: str, count: int) -> str:
+    return f'in_flight{{replica="{replica}"}} {count}.0'
+
+
+async def test_what_is_killed_under_load_fails_its_own_requests_alone(programs: list[Program]) -> None:
     first, second, front = free_ports(3)
     programs += [server(first), server(second)]
     for program in programs[:2]:
         program.ready_line()
     replicas = [f"127.0.0.1:{first}", f"127.0.0.1:{second}"]
     given = [part for name in replicas for part in ("--replica", name)]
-    programs.append(Program("route", *given, "--port", str(front), "--policy", "spread", "--poll-interval-s", "0.1"))
+    route = ("route", *given, "--port", str(front), "--policy", "spread", "--poll-interval-s", "0.1")
+    programs.append(Program(*route))
     assert programs[2].ready_line() == f"Loraplex routes: http://127.0.0.1:{front} to 2 of 2 replicas\n"
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", timeout=60, trust_env=False) as client:
         alone = {model: (await ask(client, model)).json()["choices"][0]["text"] for model in ("upper", "reverse")}
         assert alone["upper"].startswith("BANANA BREAD")
+        loaded = await client.post("/v1/adapters", json={"name": "later", "path": str(adapter_path("sort"))})
+        assert loaded.status_code == 200
+        alone["later"] = (await ask(client, "later")).json()["choices"][0]["text"]
         models = ["upper", "reverse"] * 8
         calls = [asyncio.ensure_future(ask(client, model, 100)) for model in models]
-        while f'in_flight{{replica="{replicas[0]}"}} 8.0' not in (await client.get("/metrics")).text:
+        while in_flight(replicas[0], 8) not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
         programs[0].kill()
         answers = await asyncio.gather(*calls)
         failed = [answer for answer in answers if answer.status_code != 200]
         assert {answer.json()["error"]["code"] for answer in failed} <= {"replica_lost"}
         assert len(failed) <= 8
-        for model in models:
-            assert (await ask(client, model)).json()["choices"][0]["text"] == alone[model]
+        for model, text in alone.items():
+            assert (await ask(client, model)).json()["choices"][0]["text"] == text
         programs[0] = server(first)
         programs[0].ready_line()
         async with asyncio.timeout(READY_S):
-            while (await client.get("/health")).json()["available"] != 2:
+            while (await client.get("/health")).json() != {"status": "ok", "replicas": 2, "available": 2}:
                 await asyncio.sleep(0.1)
+        async with httpx.AsyncClient(base_url=f"http://{replicas[0]}", timeout=60, trust_env=False) as own:
+            text = (await ask(own, "later")).json()["choices"][0]["text"]
+            assert text == alone["later"], "its process got what the one before it had"
+        # The router, too.
+        calls = [asyncio.ensure_future(ask(client, model, 100)) for model in models]
+        while in_flight(replicas[0], 8) not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        programs[2].kill()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(end, httpx.TransportError) or end.status_code == 200 for end in ends)
+        assert any(isinstance(end, httpx.TransportError) for end in ends)
+    for replica in replicas:
+        async with httpx.AsyncClient(base_url=f"http://{replica}", timeout=60, trust_env=False) as own:
+            async with asyncio.timeout(READY_S):
+                while not re.search(r"num_requests_running\{.*\} 0\.0", (await own.get("/metrics")).text):
+                    await asyncio.sleep(0.1)
+    programs[2] = Program(*route)
+    programs[2].ready_line()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", timeout=60, trust_env=False) as client:
+        for model, text in alone.items():
+            assert (await ask(client, model)).json()["choices"][0]["text"] == text

@@ -10,7 +10,7 @@ import pytest
 
 from loraplex.adapters.registry import DatabaseHealth, DatabaseState
 from loraplex.errors import AdapterFileFormatError, AdapterPathNotFoundError
-from loraplex.router import verbs
+from loraplex.router import exchange
 from loraplex.testing.fake_engine import FakeHealth
 from tests.router.parts import FakeReplica, RawReplica, Router, replicas, router
 
@@ -43,6 +43,15 @@ EACH_VERB = pytest.mark.parametrize(
 )
 
 
+async def lost(request: bytes, writer: asyncio.StreamWriter) -> None:
+    """It says that it has the adapter `sql`, and no other; in a verb its connection breaks."""
+    if request.startswith(b"GET /v1/adapters/"):
+        has_it = request.startswith(b"GET /v1/adapters/sql ")
+        status, body = (b"200 OK", b'{"name":"sql","path":"/adapters/sql"}') if has_it else (b"404 Not Found", b"")
+        head = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+        writer.write(head + body)
+
+
 @EACH_VERB
 async def test_a_verb_is_done_by_all(method: str, path: str, body: dict[str, Any] | None) -> None:
     async with replicas(2) as (a, b), replicas(1) as (alone,), router([a.name, b.name]) as front:
@@ -63,10 +72,6 @@ async def test_a_verb_that_one_replica_fails_is_undone_at_the_others(
     method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     """The second replica has the names too, and is lost in the middle of the verb."""
-
-    async def lost(request: bytes, writer: asyncio.StreamWriter) -> None:
-        if request.startswith(b"GET /v1/adapters/"):
-            writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
 
     async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
         before = await cards(a)
@@ -98,10 +103,6 @@ async def test_a_load_that_one_replica_refuses_leaves_all_as_they_were() -> None
 
 async def test_what_cannot_be_put_back_is_said() -> None:
     """The first replica has unloaded it, the second is lost, and meanwhile the directory is gone."""
-
-    async def lost(request: bytes, writer: asyncio.StreamWriter) -> None:
-        if request.startswith(b"GET /v1/adapters/"):
-            writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
 
     async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
         a.engine.errors_by_path["/adapters/sql"] = AdapterPathNotFoundError("the directory is gone")
@@ -217,7 +218,7 @@ async def test_clients_without_a_key_wait_for_no_turn_and_keep_none_from_an_admi
 
 async def test_a_replica_that_hangs_holds_no_verb_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request without a key held the verbs of all admins for as long as its replica did not answer: 300 s."""
-    monkeypatch.setattr(verbs, "LOOK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(exchange, "LOOK_TIMEOUT_S", 0.3)
 
     async def silent(request: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
@@ -302,11 +303,26 @@ async def test_models_are_the_union_and_a_page_of_it() -> None:
         assert bad.status_code == 400
 
 
-@pytest.mark.parametrize("path", ["/v1/adapters/merge", "/v1/adapters/sql/export"])
-async def test_what_writes_files_is_not_routed(path: str) -> None:
-    async with replicas(1) as (a,), router([a.name]) as front:
-        answer = await front.client.post(path, json={})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_routed")
+WRITING = [
+    ("POST", "/v1/adapters/merge", {"name": "both", "adapters": [{"name": "sql", "weight": 1.0}]}),
+    ("POST", "/v1/adapters/sql/export", None),
+    ("GET", "/v1/merges", None),
+    ("DELETE", "/v1/merges/m1", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), WRITING, ids=[path for _, path, _ in WRITING])
+async def test_what_writes_files_is_for_the_one_replica_that_is_named(method: str, path: str, body: Any) -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        for named in ({}, {HEADER: f"{a.name}, {b.name}"}):
+            refused = await front.client.request(method, path, json=body, headers=named)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_routed")
+            assert HEADER in refused.json()["error"]["message"]
+        answer = await front.client.request(method, path, json=body, headers={HEADER: b.name})
+        async with httpx.AsyncClient(base_url=f"http://{b.name}", trust_env=False) as client:
+            wanted = await client.request(method, path, json=body)
+        assert (answer.status_code, answer.content) == (wanted.status_code, wanted.content)
+        assert answer.headers[HEADER] == b.name
 
 
 async def test_evict_and_preload_go_to_all() -> None:

@@ -212,7 +212,9 @@ async def test_a_closing_server_is_503(client: httpx.AsyncClient, app: FastAPI) 
 
 
 async def test_version(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/version")).json() == {"version": loraplex.__version__, "backend": "fake"}
+    first, second = [(await client.get("/version")).json() for _ in range(2)]
+    assert first == second == {"version": loraplex.__version__, "backend": "fake", "instance": first["instance"]}
+    assert len(first["instance"]) == 16
 
 
 async def test_openapi_has_the_bodies(client: httpx.AsyncClient) -> None:

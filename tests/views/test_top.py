@@ -56,10 +56,13 @@ def test_one_frame(live: LiveServer, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_frame_has_how_many_of_several_runners_serve(live: LiveServer) -> None:
     assert "runners" not in drawn(view(Watcher(RemoteServer(live.url))))
-    released = RunnerReport("1", "cpu", "the load does not need it", is_released=True)
-    live.engine.reports = (RunnerReport("0", "cpu", stats=EngineStats()), released)
+    released = RunnerReport("1", "cpu:1", "the load does not need it", is_released=True)
+    live.engine.reports = (RunnerReport("0", "cpu:0", stats=EngineStats(num_running=2, num_waiting=1)), released)
     time.sleep(KEPT_S)  # a page of metrics is reused for so long
-    assert "quarantined 2  runners 1 of 2" in drawn(view(Watcher(RemoteServer(live.url))))
+    frame = drawn(view(Watcher(RemoteServer(live.url))))
+    assert "quarantined 2  runners 1 of 2" in frame
+    assert "runner 0 cpu:0  running 2  waiting 1  KV 0 %" in frame
+    assert "runner 1 cpu:1  the load does not need it" in frame
 
 
 def test_rates_are_between_two_looks(live: LiveServer) -> None:

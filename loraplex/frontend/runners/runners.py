@@ -100,6 +100,12 @@ class Runners:
     def num_released(self) -> int:
         return sum(runner.state is RunnerState.RELEASED for runner in self.all)
 
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Names of those that are wanted and take no requests."""
+        away = (runner for runner in self.all if not runner.is_serving)
+        return tuple(runner.name for runner in away if runner.state is not RunnerState.RELEASED)
+
     async def start(self) -> None:
         """Raises the first error that kept one from starting; the others are the caller's to stop."""
         await _all_or_first_error([runner.supervisor.start() for runner in self.all])

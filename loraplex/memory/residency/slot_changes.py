@@ -33,6 +33,7 @@ class SlotChange:
     is_new: bool
     blocks: Sequence[BlockPlace] = ()
     rope_factor: float | None = None
+    vocab_size: int | None = None
 
     def apply(self, table: SlotTable, shard: Shard) -> None:
         if self.is_new:
@@ -42,6 +43,8 @@ class SlotChange:
             table.set_block(block.target_name, self.lora_slot, offset, block.layouts)
         if self.rope_factor is not None:
             table.rope_factors[self.lora_slot] = self.rope_factor
+        if self.vocab_size is not None:
+            table.set_vocab_size(self.lora_slot, self.vocab_size)
 
 
 class SlotChanges:

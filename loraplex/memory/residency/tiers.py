@@ -88,7 +88,7 @@ class DeviceCache(Budget):
                 BlockPlace(block.target_name, offset, layout.sizes[block.extent_index], block.layouts)
                 for block, offset in zip(layout.blocks, offsets, strict=True)
             ]
-            self._tell(SlotChange(lora_slot, True, blocks, layout.rope_factor))
+            self._tell(SlotChange(lora_slot, True, blocks, layout.rope_factor, layout.vocab_size))
 
     def _tell(self, change: SlotChange) -> None:
         if self._changes is not None:

@@ -12,6 +12,7 @@ and exponents are what is deflated.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from collections import OrderedDict
@@ -159,7 +160,8 @@ class Int8Compression:
         parts: list[torch.Tensor] = []
         max_error = 0.0
         for block in layout.blocks:
-            for each in self._packer.unpack(block, views[block.extent_index]):
+            shares = self._packer.shares(views[block.extent_index])
+            for each in itertools.chain.from_iterable(self._packer.unpack(block, share) for share in shares):
                 if each is None:
                     continue
                 if each.lora_a is not None and each.lora_b is not None:
@@ -177,9 +179,9 @@ class Int8Compression:
         assert isinstance(data, torch.Tensor)
         rest = _Reader(data)
         for block in copy.layout.blocks:
-            view = views[block.extent_index]
-            shapes = self._packer.unpack(block, view)  # of what the view holds now, shapes and dtypes matter alone
-            self._packer.repack(block, [None if each is None else _restored(each, rest) for each in shapes], view)
+            for share in self._packer.shares(views[block.extent_index]):
+                shapes = self._packer.unpack(block, share)  # of what it holds now, shapes and dtypes matter alone
+                self._packer.repack(block, [None if each is None else _restored(each, rest) for each in shapes], share)
 
 
 class _Reader:

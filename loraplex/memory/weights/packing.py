@@ -26,7 +26,14 @@ import torch
 
 from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel, Projections
 from loraplex.core import LoraTarget, ShardKind
-from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora, shard_weight
+from loraplex.distributed import (
+    shard_bias,
+    shard_gain,
+    shard_input_gain,
+    shard_lora,
+    shard_token_rows,
+    shard_weight,
+)
 from loraplex.kernels.protocols import AdapterPacking
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.memory.weights.own_packing import OwnPacking
@@ -185,7 +192,7 @@ class Packer:
     def lay_out(self, model: LoRAModel) -> PackedLayout:
         """Where `write` will put `model`. Raises ValueError when a tensor does not fit its target, UnfitWeightsError
         for a gain where none can be."""
-        model = self._fit(model)
+        model = self.fit(model)
         known = {} if model.blueprint is None else self._layouts.setdefault(model.blueprint, {})
         shared = "" if model.projections is None else model.projections.digest
         layout = known.get(shared)
@@ -208,7 +215,7 @@ class Packer:
         placed = self._backend.projections_layout(projections.digest, rank, widths, dtype, self._compute_dtype)
         return replace(layout, sizes=(*layout.sizes, placed.nbytes), projections=placed)
 
-    def _fit(self, model: LoRAModel) -> LoRAModel:
+    def fit(self, model: LoRAModel) -> LoRAModel:
         """As vocabulary.py brings it to the base's; kept from `lay_out` to `write`."""
         known = self._fitted.get(model)
         if known is None:
@@ -222,7 +229,10 @@ class Packer:
 
         Raises UnfitWeightsError for a gain that is not finite; the extents are half written then.
         """
-        model = self._fit(model)
+        self.write_fitted(self.fit(model), layout, views)
+
+    def write_fitted(self, model: LoRAModel, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
+        """`write` of what `fit` gave."""
         for block in layout.blocks:
             slices = self._slices(model, self._by_name[block.target_name], self._base.row_norms)
             self.repack(block, slices, views[block.extent_index])
@@ -274,8 +284,12 @@ class Packer:
         sharing += " exchanged.1" if any(target.is_fully_sharded for target in self._targets) else ""
         return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}{sharing}"
 
+    def shares(self, view: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of an extent, each with blocks at the offsets of the layout: one for each rank."""
+        return (view,)
+
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
-        """The tensors of a block, in its dtype; they may lie in `view`, the block's extent on the host."""
+        """The tensors of a block, in its dtype; they may lie in `view`, one of its extent's `shares` on the host."""
         return tuple(self._own.unpack(self._by_name[block.target_name], block.layouts, view[block.offset :]))
 
     def repack(self, block: PackedBlock, slices: Sequence[SliceWeights | None], view: torch.Tensor) -> None:
@@ -367,9 +381,11 @@ class Packer:
         if layer is None:
             return None
         lora_a = lora_b = dora_gain = gain = input_gain = weight = None
-        is_exchanged = False
+        is_exchanged, row_ids = False, layer.row_ids
         if layer.weight is not None:
             weight = shard_weight(target, index, layer.weight)
+            if row_ids is not None:
+                weight, row_ids = shard_token_rows(target, weight, row_ids)
             _check_finite(layer.module_name, weight, self._compute_dtype)
         if layer.lora_a is not None and layer.lora_b is not None:
             blocks = layer.a_blocks, layer.b_blocks
@@ -390,7 +406,7 @@ class Packer:
         bias = self._additive_bias(layer, target, index, dora_gain)
         scales = layer.rank_scale, None if layer.out_scale is None else shard_gain(target, index, layer.out_scale)
         slice_weights = SliceWeights(
-            lora_a, lora_b, bias, layer.scaling, gain, input_gain, weight, layer.row_ids, *scales, is_exchanged
+            lora_a, lora_b, bias, layer.scaling, gain, input_gain, weight, row_ids, *scales, is_exchanged
         )
         return slice_weights if slice_weights.tensors else None
 

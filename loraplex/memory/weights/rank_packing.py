@@ -15,9 +15,7 @@ from loraplex.core import LoraTarget, ShardKind
 from loraplex.distributed import shard_rows
 from loraplex.kernels.protocols import AdapterPacking
 from loraplex.kernels.slices import SliceWeights
-from loraplex.memory.weights.packing import BaseWeights, PackedLayout, Packer, UnfitWeightsError, gain_of_dora
-
-ENDS = (ShardKind.EMBEDDING, ShardKind.HEAD)
+from loraplex.memory.weights.packing import BaseWeights, PackedLayout, Packer, gain_of_dora
 
 
 class _ShareOfBase:
@@ -41,7 +39,8 @@ class _ShareOfBase:
         return torch.ones(1)
 
     def base_rows(self, module_name: str, token_ids: torch.Tensor) -> torch.Tensor | None:
-        raise AssertionError("an adapter with rows of an embedding or a head, which ranks do not share")
+        """All that are asked for: rows are compared before they are cut."""
+        return self._base.base_rows(module_name, token_ids)
 
 
 class _OtherRank(Packer):
@@ -75,18 +74,6 @@ class RankPacker(Packer):
         ]
         self._whole = base
         self.num_ranks = 1 + len(self._others)
-        self._kind_of = {s.module_name: target.kind for target in targets for s in target.slices}
-
-    def lay_out(self, model: LoRAModel) -> PackedLayout:
-        """Raises UnfitWeightsError for what ranks cannot share yet."""
-        for layer in model:
-            if self._kind_of.get(layer.module_name) in ENDS:
-                raise UnfitWeightsError(
-                    f"{layer.module_name}: LoRA or weights on an embedding or a head cannot be shared by the "
-                    f"{self.num_ranks} ranks of tensor_parallel_size yet; serve this adapter with "
-                    "tensor_parallel_size 1"
-                )
-        return super().lay_out(model)
 
     def _lay_out(
         self, slices_of: Callable[[LoraTarget], Sequence[SliceWeights | None]], vocab_size: int | None = None
@@ -95,13 +82,13 @@ class RankPacker(Packer):
         return replace(layout, sizes=tuple(self.num_ranks * nbytes for nbytes in layout.sizes))
 
     def write(self, model: LoRAModel, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
-        model = self._with_gains(model)
-        for rank in range(self.num_ranks):
-            parts = [view.view(self.num_ranks, -1)[rank] for view in views]
-            if rank == 0:
-                super().write(model, layout, parts)
-            else:
-                self._others[rank - 1].write(model, layout, parts)
+        model = self._with_gains(self.fit(model))
+        shares = [self.shares(view) for view in views]
+        for rank, packer in enumerate((self, *self._others)):
+            packer.write_fitted(model, layout, [each[rank] for each in shares])
+
+    def shares(self, view: torch.Tensor) -> Sequence[torch.Tensor]:
+        return view.view(self.num_ranks, -1).unbind()
 
     def _with_gains(self, model: LoRAModel) -> LoRAModel:
         """Magnitudes of DoRA divided by the norms of whole rows: what is left is cut like any gain."""

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from loraplex import LLM
 from loraplex.core import AdapterMix, Logprob, RequestOutput, SamplingParams
-from loraplex.demo.tasks import TASKS, adapter_path, prompt_of
+from loraplex.demo.tasks import adapter_path
 from loraplex.errors import AdapterUnavailableError, EngineDeadError, EngineError, RequestAbortedError
 from loraplex.events import EventKind
 from loraplex.frontend import messages as msg
@@ -24,27 +24,14 @@ from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.runners.runner import Runner
 from loraplex.frontend.runners.settings import RunnerSettings
 from loraplex.routing import Rules, RunnerState
-from tests.frontend.processes import Client, demo_config, first, rest, stretched_base, until, within
-from tests.frontend.runners.test_runners import NUMBERED, end_of, said
+from tests.frontend.processes import Client, demo_config, first, rest, until, within
+from tests.frontend.runners.parts import ADAPTERS, NUMBERED, PROMPT, end_of, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 IDLE_S = 1.0
 PLACES = 8
-ADAPTERS = tuple(task.name for task in TASKS)
-PROMPT = prompt_of("banana bread")
 LONG = 500
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return stretched_base(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(scope="module")
-def llm(base: str) -> Iterator[LLM]:
-    with LLM.from_config(demo_config(model=base)) as llm:
-        yield llm
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -12,27 +12,21 @@ import pytest
 import pytest_asyncio
 
 from loraplex.core import RequestOutput, Tier
-from loraplex.demo.tasks import adapter_path, prompt_of
+from loraplex.demo.tasks import adapter_path
 from loraplex.errors import AdapterNotFoundError, EngineDeadError, LoraplexError
 from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.runners.settings import RunnerSettings
 from loraplex.frontend.supervisor import Supervision
 from loraplex.routing import HotAdapters, HotRules
-from tests.frontend.processes import Client, demo_config, first, rest, stretched_base, until, within
-from tests.frontend.runners.test_runners import end_of
+from tests.frontend.processes import Client, demo_config, first, rest, until, within
+from tests.frontend.runners.parts import PROMPT, end_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENGINE_TIMEOUT_S = 1.5
 PLACES = 4
-PROMPT = prompt_of("banana bread")
 SAID = {"upper": "BANANA BREAD", "reverse": "daerb ananab"}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return stretched_base(tmp_path_factory.mktemp("model") / "base")
 
 
 async def started(base: str, state_dir: Path | None = None, placement: str = "spread") -> AsyncEngine:

@@ -6,38 +6,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from loraplex import LLM, LoRARequest, SamplingParams
-from loraplex.core import AdapterMix, RequestOutput
-from loraplex.demo.tasks import TASKS, adapter_path, prompt_of
+from loraplex import LLM, SamplingParams
+from loraplex.core import AdapterMix
+from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import AdapterNotFoundError, ConfigError, EngineDeadError, InvalidRequestError, LoraplexError
 from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.runners.settings import RunnerSettings, shared_threads
-from tests.frontend.processes import Client, demo_config, first, rest, stretched_base, until, within
+from tests.frontend.processes import Client, demo_config, first, until, within
+from tests.frontend.runners.parts import ADAPTERS, NUMBERED, PROMPT, end_of, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADAPTERS = tuple(task.name for task in TASKS)
-NUMBERED = {name: LoRARequest(name, number, str(adapter_path(name))) for number, name in enumerate(ADAPTERS, 1)}
 PINNED = "sort"
-PROMPT = prompt_of("banana bread")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return stretched_base(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(scope="module")
-def llm(base: str) -> Iterator[LLM]:
-    with LLM.from_config(demo_config(model=base)) as llm:
-        yield llm
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -51,21 +38,10 @@ async def client(base: str) -> AsyncIterator[Client]:
     await within(engine.shutdown())
 
 
-def said(output: RequestOutput) -> list[tuple[Any, ...]]:
-    return [(each.index, each.text, each.token_ids, each.finish_reason) for each in output.outputs]
-
-
 async def residents(engine: AsyncEngine, number: int) -> dict[int, bool]:
     """The adapters of one runner, and whether they are pinned there."""
     found = await within(engine._runners.all[number].call(msg.CallStore, "list_adapters", (None,)))
     return {each.adapter_id: each.is_pinned for each in found}
-
-
-async def end_of(stream: AsyncIterator[RequestOutput]) -> RequestOutput | LoraplexError:
-    try:
-        return (await rest(stream))[-1]
-    except LoraplexError as error:
-        return error
 
 
 async def test_answers_are_those_of_one_engine_whichever_runner_gives_them(client: Client, llm: LLM) -> None:

@@ -1,112 +1,21 @@
-"""Sums over ranks in shared memory: bits, also when ranks are late; the end of a rank, and its silence; deltas of which
-no rank has all."""
+"""Deltas of which no rank has all, over native kernels. The boards themselves: tests/ranks/test_board.py."""
 
 from __future__ import annotations
-
-import os
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.distributed import shard_bias, shard_gain, shard_lora
-from loraplex.kernels.native import board as board_module
 from loraplex.kernels.native import lora
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.native.board import PART_BYTES, RankBoard, board_nbytes
+from loraplex.kernels.native.board import RankBoard
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.slices import SliceWeights
 from tests.kernels.native.machine import ISAS, library_or_skip
+from tests.ranks.boards import native_boards, together
 
 library_or_skip(ISAS[-1])
-
-AT_ONCE = PART_BYTES // 4
-
-
-def boards_of(native: NativeBackend, size: int, watched: Sequence[int] = ()) -> list[RankBoard]:
-    memory = torch.zeros(board_nbytes(size), dtype=torch.uint8)
-    return [RankBoard(native.library, Shard(rank, size), memory, watched) for rank in range(size)]
-
-
-def together(size: int, run: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(size) as ranks:
-        return list(ranks.map(run, range(size)))
-
-
-def in_order(parts: torch.Tensor) -> torch.Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_parts_are_added_in_the_order_of_ranks_and_stand_side_by_side(native: NativeBackend, size: int) -> None:
-    """Again and again, of sizes up to several pieces, each rank late at times."""
-    generator = torch.Generator().manual_seed(size)
-    boards = boards_of(native, size)
-    shapes = [(1, 7), (5, 96), (3, AT_ONCE), (1, AT_ONCE + 1), (2, AT_ONCE // 2 + 5), (1, 1)] * 3
-    cases = [torch.randn(size, *shape, generator=generator) for shape in shapes]
-
-    def run(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        results = []
-        for index, parts in enumerate(cases):
-            if index % size == rank:
-                time.sleep(0.002)  # the others fall asleep
-            total = boards[rank].sum(parts[rank].clone())
-            results.append((total, boards[rank].side_by_side(parts[rank])))
-        return results
-
-    for rank, results in enumerate(together(size, run)):
-        for parts, (total, joined) in zip(cases, results, strict=True):
-            assert torch.equal(total, in_order(parts))
-            assert torch.equal(joined, torch.cat(list(parts), dim=1) if rank == 0 else parts[rank])
-
-
-def test_a_rank_that_only_gives_its_part_waits_for_no_other(native: NativeBackend) -> None:
-    boards, part = boards_of(native, 2), torch.ones(1, 4)
-    boards[1].side_by_side(part)
-    assert boards[0].side_by_side(2 * part).tolist() == [[2] * 4 + [1] * 4]
-
-
-def test_the_end_of_a_rank_is_an_error_of_the_others(native: NativeBackend) -> None:
-    """Which wait for it, and from then on of every call."""
-    ours, theirs = os.pipe()
-    board = boards_of(native, 2, [ours])[0]
-    threading.Timer(0.05, os.close, [theirs]).start()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="a rank has ended"):
-            board.sum(torch.ones(4))
-    os.close(ours)
-
-
-def test_what_a_pipe_has_to_say_is_not_its_end(native: NativeBackend) -> None:
-    ours, theirs = os.pipe()
-    os.write(theirs, b"a message")
-    boards = boards_of(native, 2, [ours])
-
-    def run(rank: int) -> float:
-        time.sleep(0.1 * rank)
-        return float(boards[rank].sum(torch.ones(1)))
-
-    assert together(2, run) == [2, 2]
-    os.close(ours)
-    os.close(theirs)
-
-
-def test_a_rank_that_is_silent_is_lost(native: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_module, "COLLECTIVE_TIMEOUT", timedelta(seconds=0.05))
-    with pytest.raises(RuntimeError, match="silent"):
-        boards_of(native, 2)[1].sum(torch.ones(4))
-
-
-# -------------------------------------------------------------------------------------- what ranks exchange of adapters
 
 IN, OUTS, LORA_RANK = 96, (80, 48), 10
 
@@ -166,7 +75,7 @@ def test_deltas_of_which_no_rank_has_all(
         return y
 
     expected = run(target_of(kind, Shard()), None, x, y.clone())
-    boards, targets = boards_of(native, size), [target_of(kind, Shard(rank, size)) for rank in range(size)]
+    boards, targets = native_boards(native.library, size), [target_of(kind, Shard(rank, size)) for rank in range(size)]
     if kind is ShardKind.ROW:
         xs, ys = x.chunk(size, dim=1), y.chunk(1) + (torch.zeros_like(y),) * (size - 1)
     else:

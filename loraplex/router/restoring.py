@@ -1,0 +1,82 @@
+"""Makes a replica what `Names.to_do` says, with the router's own key: one name at a time, in turns with clients' verbs.
+
+What the replica refuses is said in the log once and given up: its files are not there, or are no adapter any more. What
+does not come about for another reason is tried again. Meanwhile the requests for those adapters go to other replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from loraplex.router.connection import UNREADABLE
+from loraplex.router.exchange import Outcome, path_of, send, typed
+from loraplex.router.names import Card
+from loraplex.router.replica import Replica
+from loraplex.server.api_error import clipped
+
+_log = logging.getLogger("loraplex.router")
+
+RETRY_S = 5.0
+PASSING = frozenset({0, 408, 425, 429})
+"""Of refusals; and those of 500 and more."""
+
+
+class _Loaded(msgspec.Struct):
+    digest: str = ""
+
+
+async def restore(replica: Replica) -> None:
+    """Until nothing is left to do, or the replica is away."""
+    names = replica.names
+    num_done = 0
+    while names.to_do and replica.is_ready:
+        for name, card in names.in_order():
+            async with replica.verb_turns.of("the router"):
+                if not replica.is_ready or name not in names.to_do or names.to_do[name] is not card:
+                    continue  # a client's verb came between
+                num_done += await _is_done(replica, name, card)
+        if names.to_do:
+            await asyncio.sleep(RETRY_S)
+    if num_done:
+        _log.info("replica %s has %d adapters as before: it was started again or away", replica.name, num_done)
+
+
+async def _is_done(replica: Replica, name: str, card: Card | None) -> bool:
+    outcome = await _make(replica, name, card)
+    if outcome.is_done or (card is None and outcome.status == 404):
+        replica.names.change(name, card)
+        if card is not None and card.alias_of is None and _digest_of(outcome) not in ("", card.digest):
+            text = "adapter %r was loaded again at replica %s, where %s has other content now: load it at all replicas"
+            _log.warning(text, clipped(name), replica.name, clipped(card.path))
+        return True
+    if outcome.status in PASSING or outcome.status >= 500:
+        return False
+    del replica.names.to_do[name]
+    what = "unloaded" if card is None else "loaded again"
+    text = "adapter %r could not be %s at replica %s, requests for it go to the others: %s"
+    _log.error(text, clipped(name), what, replica.name, clipped(outcome.message))
+    return False
+
+
+async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
+    headers = replica.own_headers
+    if card is None:
+        return await send("DELETE", path_of(name), headers, b"", replica)
+    fields = {"path": card.path, "is_pinned": card.is_pinned}
+    if card.lora_int_id is not None:
+        fields["lora_int_id"] = card.lora_int_id
+    loaded = await send("PUT", path_of(name), typed(headers), msgspec.json.encode(fields), replica)
+    if card.alias_of is None or not loaded.is_done:
+        return loaded
+    body = msgspec.json.encode({"old": name, "new": card.alias_of})
+    return await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
+
+
+def _digest_of(outcome: Outcome) -> str:
+    try:
+        return msgspec.json.decode(outcome.body, type=_Loaded).digest
+    except UNREADABLE:
+        return ""
