@@ -147,7 +147,7 @@ def create_ingress(
 ) -> Starlette:
     """The application. It neither starts nor ends the replicas."""
     keys = keys or KeyRing.of(config)
-    ingress = Ingress(fleet, config, RouterMetrics((), connections))
+    ingress = Ingress(fleet, config, RouterMetrics((), connections, lambda: 0))
     app = Starlette(routes=ingress.routes(), exception_handlers={LoraplexError: _answer, HTTPException: _answer_http})
     add_middleware(app, config, keys)
     return app
