@@ -148,6 +148,9 @@ class Request:
     `cache_salt` separates the KV prefixes of tenants. `seed` is always set. Tokens before `adapter_from` are base rows.
     `max_model_len`: of a request through an adapter with a longer context, else 0.
 
+    tenant: whose share of the engine it takes, and `tenant_weight` how large that is; "" where all are one tenant.
+    priority: lower is earlier, within the tenant.
+
     Of one that began in another engine: `output_token_ids` is what that one drew, and `num_cached_tokens` what it had
     cached of the prompt, None where the prompt was not begun.
     """
@@ -167,6 +170,9 @@ class Request:
     max_model_len: int = 0
     output_token_ids: tuple[int, ...] = ()
     num_cached_tokens: int | None = None
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    priority: int = 0
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ The next step may be scheduled while one is in flight (look-ahead), unless `need
 being drawn there is then scheduled with that token pending, if what the host knows does not end it; if the token does,
 what the next step draws for it is dropped.
 
-Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not
-there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
+Policy: running requests first; then waiting ones, of the tenant that was served least (waiting/shares.py), by priority
+and arrival (waiting/queue.py), so with one tenant and no priorities first come, first served; except that a request
+whose adapter is not there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
 requests are paused for one that is further behind. With n adapters waiting before it, one gets in within aging_steps +
 n * (aging_steps / 16 + the steps of a prompt) steps. A paused request keeps its KV as long as no other needs the
 memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
@@ -41,6 +42,8 @@ from loraplex.engine.schedule_plan import (
     SchedulePlan,
     token_output,
 )
+from loraplex.engine.waiting.queue import WaitingQueue
+from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -69,7 +72,9 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._states: dict[str, RequestState] = {}
-        self._waiting: list[RequestState] = []  # in order of arrival
+        self._shares = TenantShares()
+        self._waiting = WaitingQueue()
+        self._paused: list[RequestState] = []  # those that wait and keep their KV, in order of arrival
         self._running: list[RequestState] = []  # in order of admission
         self._turns = AdapterTurns(residency, aging_steps)
         self._mixes: Counter[tuple[MixPart, ...]] = Counter()  # of running requests
@@ -88,14 +93,16 @@ class Scheduler:
     def add(self, request: Request, *, is_prompt_checked: bool = True) -> None:
         """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
-        state = RequestState(request, self._num_arrivals, request.prompt_token_ids, arrival_step=self._turns.step_id)
+        share = self._shares.enter(request.tenant, request.tenant_weight)
+        tokens, step_id = request.prompt_token_ids, self._turns.step_id
+        state = RequestState(request, self._num_arrivals, tokens, share, arrival_step=step_id)
         state.is_prompt_checked = is_prompt_checked
         state.num_cached_tokens = request.num_cached_tokens
         if request.output_token_ids:
             state.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self._num_arrivals += 1
         self._states[request.request_id] = state
-        self._waiting.append(state)
+        self._waiting.arrive(state)
         if self._residency is not None:
             for adapter_id in request.adapter_ids:
                 self._residency.prefetch(adapter_id)
@@ -125,14 +132,15 @@ class Scheduler:
         return [self._finish(state, FinishReason.ERROR, error=error) for state in self._states_of(adapter_id)]
 
     def _states_of(self, adapter_id: int) -> list[RequestState]:
-        return [state for state in self._states.values() if adapter_id in state.request.adapter_ids]
+        running = [state for state in self._running if _runs_on(state.request, adapter_id)]
+        return sorted([*running, *self._waiting.states_of(adapter_id)], key=_arrival_index)
 
     def forget_kv(self, adapter_digest: str) -> None:
         """What an adapter's content computed is not to be used again: paused requests compute theirs again, running
         ones keep it."""
         self._blocks.drop_digest(adapter_digest)
-        for state in self._waiting:
-            if state.keeps_kv and has_content(state.request.adapter_digest, adapter_digest):
+        for state in list(self._paused):
+            if has_content(state.request.adapter_digest, adapter_digest):
                 self._drop_kv(state)
 
     def throttle(self, share: int) -> None:
@@ -155,15 +163,21 @@ class Scheduler:
 
     def waiting_by_cause(self) -> Mapping[str, int]:
         """How many waiting requests wait for what: `seat` (a place in the batch or KV), `load`, `room`."""
-        causes = {"seat": 0, WaitsFor.LOAD.value: 0, WaitsFor.ROOM.value: 0}
-        for state in self._waiting:
-            causes["seat" if state.waits_for is None else state.waits_for.value] += 1
-        return causes
+        return self._waiting.by_cause()
+
+    def waiting_by_tenant(self) -> Mapping[str, int]:
+        """How many requests of which tenant wait."""
+        return self._waiting.by_tenant()
+
+    def shares(self) -> list[TenantShare]:
+        """What tenants with requests were served; they change with the next step."""
+        return self._shares.active()
 
     def adapters_of(self, status: RequestStatus) -> set[int]:
         """Ids of the adapters that running or waiting requests use."""
-        states = self._running if status is RequestStatus.RUNNING else self._waiting
-        return {adapter_id for state in states for adapter_id in state.request.adapter_ids}
+        if status is RequestStatus.WAITING:
+            return self._waiting.adapter_ids()
+        return {adapter_id for state in self._running for adapter_id in state.request.adapter_ids}
 
     # --------------------------------------------------------------------------------------------------------- schedule
 
@@ -196,8 +210,8 @@ class Scheduler:
             self._give_way(state, keeps_kv=True)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, failed, budget)
-        lack_room = [state for state in self._waiting if state.waits_for is WaitsFor.ROOM]
-        if (lack_room and not self._running) or (paused and any(map(self._turns.is_called, lack_room))):
+        called = self._turns.called(self._waiting) if paused else ()
+        if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
         self._prefetch_waiting()
         plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(failed))
@@ -225,56 +239,65 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
-                self._give_way(self._running[-1], keeps_kv=False)
+                self._give_way(self._last_to_keep(state), keeps_kv=False)
             if state.status is not RequestStatus.RUNNING:
-                break  # it was the newest and was preempted itself
+                continue  # it was preempted itself, or for one before it
             scheduled.append(_scheduled(state, num_tokens))
             budget -= num_tokens
         return budget
 
+    def _last_to_keep(self, state: RequestState) -> RequestState:
+        """Of a request and those that began to run after it: of the tenant that was served most, then by priority, the
+        newest. Those before it are in the step already."""
+        later = self._running[self._running.index(state) :]
+        return max(reversed(later), key=lambda each: (each.share.served, each.request.priority))
+
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
         """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest
-        first; for one that is to run, those that came after it, or all if others were paused for it or nothing runs.
+        first; for one that is to run, those that came after it or whose tenant was served more, or all if others were
+        paused for it or nothing runs.
         """
         request_id, num_tokens = state.request.request_id, state.num_scheduled_tokens + num_tokens
         is_first = state.status is RequestStatus.RUNNING or self._turns.is_called(state) or not self._running
         while not self._blocks.reserve(request_id, num_tokens):
-            if not self._drop_newest_kv(besides=state, after=-1 if is_first else state.arrival_index):
+            if not self._drop_newest_kv(besides=state, is_any=is_first):
                 return False
         return True
 
-    def _drop_newest_kv(self, besides: RequestState | None = None, after: int = -1) -> bool:
-        """Of the newest paused request, if it came `after`; whether there was one."""
-        paused = (state for state in reversed(self._waiting) if state.keeps_kv and state is not besides)
-        newest = next(paused, None)
-        if newest is None or newest.arrival_index <= after:
-            return False
-        self._drop_kv(newest)
-        return True
+    def _drop_newest_kv(self, besides: RequestState | None = None, is_any: bool = True) -> bool:
+        """Of the newest paused request; with `is_any` False, of those that go after `besides`. Whether there was one.
+        """
+        for state in reversed(self._paused):
+            if state is not besides and (is_any or besides is None or _goes_after(state, besides)):
+                self._drop_kv(state)
+                return True
+        return False
 
     def _schedule_waiting(self, scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int) -> None:
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
         num_seats = self._max_running - self._num_seats_taken - sum(len(mix) - 1 for mix in self._mixes)
-        for state in self._turns.queue(self._waiting):
-            if budget <= 0 or num_seats <= 0:
-                break
-            if state.preempted_at_step == self._turns.step_id:
-                continue  # it was preempted in this very step
-            if state.request.request_id in self._leaving:
-                continue  # one of this name ended, and its KV is in use until the next commit
+        admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
+        while budget > 0 and num_seats > 0 and (state := admission.next()) is not None:
+            if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
+                # it was preempted in this very step, or one of this name ended and its KV is in use until the next commit
+                admission.pass_over(state)
+                continue
             num_taken = self._seats_for(state.request.mix)
             if num_taken > num_seats and self._running:
                 break  # first come, first served
             try:
-                is_ready = self._acquire_adapter(state, blocked)
+                waits_for = self._acquire_adapter(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
                 failed.append(self._finish(state, FinishReason.ERROR, error=error))
                 continue
-            if is_ready:
-                num_tokens = self._admit(state, budget, scheduled)
-                if num_tokens == 0:
-                    break  # out of KV: first come, first served
-                budget, num_seats = budget - num_tokens, num_seats - num_taken
+            if waits_for is not None:
+                admission.block(state, waits_for)
+                continue
+            num_tokens = self._admit(state, budget, scheduled)
+            if num_tokens == 0:
+                break  # out of KV: first come, first served
+            budget, num_seats = budget - num_tokens, num_seats - num_taken
+        admission.close()
 
     def _seats_for(self, mix: tuple[MixPart, ...]) -> int:
         """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters.
@@ -290,10 +313,13 @@ class Scheduler:
             return len(self._running)
         return sum(not state.is_last_token_pending(self._max_model_len) for state in self._running)
 
-    def _acquire_adapter(self, state: RequestState, blocked: dict[int | tuple[MixPart, ...], WaitsFor]) -> bool:
+    def _acquire_adapter(
+        self, state: RequestState, blocked: dict[int | tuple[MixPart, ...], WaitsFor]
+    ) -> WaitsFor | None:
+        """What it waits for; None when there is a reference."""
         adapter_id, mix, residency = state.request.adapter_id, state.request.mix, self._residency
         if adapter_id is None:
-            return True
+            return None
         assert residency is not None, "a request for an adapter in an engine without LoRA"
         asked = mix or adapter_id
         if asked not in blocked:
@@ -301,12 +327,9 @@ class Scheduler:
             if result.waits_for is None:
                 state.lora_slot, state.mix_slots = result.lora_slot, result.mix_slots
                 self._check_prompt(state, result.vocab_size)
-                return True
+                return None
             blocked[asked] = result.waits_for
-        state.waits_for = blocked[asked]
-        if state.waits_since_step is None:
-            state.waits_since_step = self._turns.step_id
-        return False
+        return blocked[asked]
 
     def _check_prompt(self, state: RequestState, vocab_size: int | None) -> None:
         """Once its adapter is loaded; raises InvalidRequestError, without the adapter."""
@@ -335,11 +358,14 @@ class Scheduler:
                 self._release_adapter(state)
         if not is_reserved:
             return 0
-        self._waiting.remove(state)
+        waited_for = self._waiting.remove(state)
         self._running.append(state)
+        self.num_admitted["nothing" if waited_for is None else waited_for.value] += 1
+        if state.keeps_kv:
+            self._paused.remove(state)
         state.status, state.keeps_kv = RequestStatus.RUNNING, False
-        self.num_admitted["nothing" if state.waits_for is None else state.waits_for.value] += 1
-        state.waits_for = state.waits_since_step = None
+        if not state.num_tokens_admitted:
+            state.share.charge_prompt(state.num_unscheduled_tokens)
         state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
             state.num_cached_tokens = state.num_computed_tokens
@@ -353,8 +379,8 @@ class Scheduler:
 
     def _prefetch_waiting(self) -> None:
         if self._residency is not None:
-            for state in self._waiting[:PREFETCH_DEPTH]:
-                for adapter_id in state.request.adapter_ids if state.waits_for is None else ():
+            for state in self._waiting.first(PREFETCH_DEPTH):
+                for adapter_id in state.request.adapter_ids:
                     self._residency.prefetch(adapter_id)
 
     def _give_way(self, state: RequestState, *, keeps_kv: bool) -> None:
@@ -363,7 +389,8 @@ class Scheduler:
         self._leave_running(state, keeps_kv=True)
         state.status, state.keeps_kv = RequestStatus.PREEMPTED, True
         state.preempted_at_step = self._turns.step_id
-        insort(self._waiting, state, key=lambda waiting: waiting.arrival_index)
+        self._waiting.put_back(state)
+        insort(self._paused, state, key=_arrival_index)
         self.num_pauses += keeps_kv
         if not keeps_kv:
             self._drop_kv(state)
@@ -374,6 +401,8 @@ class Scheduler:
         state.num_computed_tokens = state.num_scheduled_tokens = 0
         state.num_preemptions += state.keeps_kv
         self.num_preemptions += state.keeps_kv
+        if state.keeps_kv:
+            self._paused.remove(state)
         state.keeps_kv = False
 
     # ----------------------------------------------------------------------------------------------------------- commit
@@ -420,6 +449,7 @@ class Scheduler:
             return self._finish(state, FinishReason.ERROR, error=token.error)
         state.append(token.token_id)
         self.num_generated_tokens += 1
+        state.share.charge_output()
         if state.sampling_state is not None:
             state.sampling_state.commit((token.token_id,))
         reason = state.finish_reason(token.token_id, self._max_model_len)
@@ -442,8 +472,10 @@ class Scheduler:
         else:
             self._waiting.remove(state)
             if state.keeps_kv:
+                self._paused.remove(state)
                 self._blocks.free(state.request.request_id)
         state.status = RequestStatus.FINISHED
+        state.share.num_requests -= 1
         del self._states[state.request.request_id]
 
     def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
@@ -489,8 +521,10 @@ class Scheduler:
         self._check_steps_in_flight()
         assert self._turns.adapter_ids == self.adapters_of(RequestStatus.RUNNING)
         assert self._mixes == Counter(state.request.mix for state in self._running if state.request.mix)
-        arrivals = [state.arrival_index for state in self._waiting]
-        assert arrivals == sorted(arrivals), "the queue is out of order"
+        assert self._paused == [state for state in self._waiting if state.keeps_kv]
+        self._waiting.check_integrity()
+        num_requests = Counter(state.share for state in self._states.values())
+        assert num_requests == {share: share.num_requests for share in self._shares.active()}
 
     def _check_steps_in_flight(self) -> None:
         in_flight = [sequence for plan in self._uncommitted for sequence in plan.sequences]
@@ -504,6 +538,17 @@ class Scheduler:
 def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
     start = state.num_scheduled_tokens
     return ScheduledSequence(state, start, num_tokens, is_sampled=num_tokens == state.num_unscheduled_tokens)
+
+
+def _arrival_index(state: RequestState) -> int:
+    return state.arrival_index
+
+
+def _goes_after(state: RequestState, other: RequestState) -> bool:
+    """Whether its KV is given to the other: it came later, or its tenant was served more."""
+    if state.share is other.share:
+        return state.arrival_index > other.arrival_index
+    return state.share.served > other.share.served
 
 
 def _runs_on(request: Request, adapter_id: int) -> bool:
