@@ -283,7 +283,7 @@ class Scheduler:
                 admission.pass_over(state)
                 continue
             num_taken = self._seats_for(state.request.mix)
-            if num_taken > num_seats and self._running:
+            if num_taken > num_seats and self._running and state.request.mix not in blocked:
                 break  # first come, first served
             try:
                 waits_for = self._acquire_adapter(state, blocked)

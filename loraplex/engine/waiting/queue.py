@@ -52,7 +52,7 @@ class _Line:
     length, as in the queue's counts.
     """
 
-    __slots__ = ("content", "counted", "key", "lane", "members", "passed", "waits_for_room")
+    __slots__ = ("content", "counted", "key", "lacks_room", "lane", "members", "passed")
 
     def __init__(self, lane: _Lane, content: _Content, key: object) -> None:
         self.lane = lane
@@ -61,7 +61,7 @@ class _Line:
         self.members: OrderedDict[int, RequestState] = OrderedDict()
         self.passed: deque[tuple[Rank, int]] = deque()
         self.counted = SEAT, 0
-        self.waits_for_room: RequestState | None = None  # the head, while it does
+        self.lacks_room: RequestState | None = None  # the head, while it does
 
     @property
     def head(self) -> RequestState:
@@ -98,33 +98,35 @@ class _Lane:
 
 
 class _RoomWaiters:
-    """Heads that wait for room, by how far they are behind.
+    """Lines whose heads wait for room, by how far these are behind.
 
-    Lags all grow by one a step, so their order is that of `arrival_step + num_steps_run // 2`. Those that are
-    `aging_steps` behind or more are equal, and the one that waits longest is first.
+    Lags all grow by one a step, so their order is that of `starting_lag`. Those that are `aging_steps` behind or more
+    are equal, and the one that waits longest is first.
     """
 
     __slots__ = ("_old", "_young")
 
     def __init__(self) -> None:
-        self._young: KeyedHeap[RequestState] = KeyedHeap()
-        self._old: KeyedHeap[RequestState] = KeyedHeap()
+        self._young: KeyedHeap[_Line] = KeyedHeap()
+        self._old: KeyedHeap[_Line] = KeyedHeap()
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def put(self, state: RequestState, since_step: int) -> None:
-        self._young.put(state, (state.starting_lag, since_step, state.arrival_index))
+    def put(self, line: _Line, head: RequestState) -> None:
+        self._old.discard(line)
+        self._young.put(line, (head.starting_lag, line.passed[0][1], head.arrival_index))
 
-    def discard(self, state: RequestState) -> None:
-        self._young.discard(state)
-        self._old.discard(state)
+    def discard(self, line: _Line) -> None:
+        self._young.discard(line)
+        self._old.discard(line)
 
     def furthest_behind(self, step_id: int, aging_steps: int) -> RequestState | None:
-        while (state := self._young.first()) is not None and state.starting_lag <= step_id - aging_steps:
-            self._old.put(state, self._young.key(state)[1:])
-            self._young.discard(state)
-        return self._old.first() or state
+        while (line := self._young.first()) is not None and self._young.key(line)[0] <= step_id - aging_steps:
+            self._old.put(line, self._young.key(line)[1:])
+            self._young.discard(line)
+        line = self._old.first() or line
+        return None if line is None else line.head
 
 
 class WaitingQueue:
@@ -177,6 +179,7 @@ class WaitingQueue:
         """It is admitted, or ended; returns what it waited for, None for a seat."""
         line = self._line_of[state]
         cause = line.cause_of(state)
+        del self._line_of[state]
         self._leave(line, state)
         if self._arrivals.pop(state.arrival_index, None) is None:
             self._returned.remove(state)
@@ -188,12 +191,12 @@ class WaitingQueue:
         if line.key is None:
             return
         since = next((step_id for before, step_id in line.passed if state.rank < before), None)
-        self._leave(line, state)
         own = self._open(state, None)
         self._join(own, state)
         if since is not None:
             own.let_pass(None, since)
             self._look(own)
+        self._leave(line, state)
 
     def _floor(self) -> float:
         least = self._least_served()
@@ -231,7 +234,7 @@ class WaitingQueue:
 
     def _leave(self, line: _Line, state: RequestState) -> None:
         is_head = line.head is state
-        del self._line_of[state], line.members[state.arrival_index]
+        del line.members[state.arrival_index]
         line.lane.num_waiting -= 1
         if not line.members:
             self._close(line)
@@ -264,17 +267,16 @@ class WaitingQueue:
         head = line.head if line.members else None
         while head is not None and line.passed and line.passed[0][0] <= head.rank:
             line.passed.popleft()
-        is_room = head is not None and line.cause_of(head) is WaitsFor.ROOM
-        before, line.waits_for_room = line.waits_for_room, head if is_room else None
-        if before is not line.waits_for_room:
-            room = line.lane.room
-            if before is not None:
-                room.discard(before)
-            if is_room and head is not None:
-                room.put(head, line.passed[0][1])
+        lacking = head if head is not None and line.cause_of(head) is WaitsFor.ROOM else None
+        if lacking is not line.lacks_room:
+            line.lacks_room, room = lacking, line.lane.room
+            if lacking is not None:
+                room.put(line, lacking)
                 self._rooms[line.lane] = None
-            elif not room:
-                del self._rooms[line.lane]
+            else:
+                room.discard(line)
+                if not room:
+                    del self._rooms[line.lane]
         self._count(line)
 
     def _count(self, line: _Line) -> None:
@@ -351,11 +353,11 @@ class WaitingQueue:
             assert line in line.lane.lines
             assert line.lane.lines.key(line) == line.head.rank
             is_room = line.cause_of(line.head) is WaitsFor.ROOM
-            assert (line.waits_for_room is line.head) == is_room
+            assert (line.lacks_room is line.head) == is_room
         for share, lane in self._lanes.items():
             assert lane.num_waiting == sum(state.share is share for state in members) > 0
             assert lane in self._order
-            num_lacking = sum(line.waits_for_room is not None for line in lines if line.lane is lane)
+            num_lacking = sum(line.lacks_room is not None for line in lines if line.lane is lane)
             assert (len(lane.room), lane in self._rooms) == (num_lacking, num_lacking > 0)
         assert sum(self._by_cause.values()) == len(members)
 
@@ -373,6 +375,7 @@ class Admission:
         self._step_id = step_id
         self._aside: list[_Line] = []
         self._empty: list[_Lane] = []
+        self._reached: dict[_Lane, Rank | None] = {}  # those before it were looked at; None: all
         self._blocked: list[tuple[_Line, bool]] = []
 
     def next(self) -> RequestState | None:
@@ -385,7 +388,10 @@ class Admission:
         while (lane := queue._least_served()) is not None:
             line = lane.lines.first()
             if line is not None:
-                return line.head
+                state = line.head
+                self._reached[lane] = state.rank
+                return state
+            self._reached[lane] = None
             queue._order.discard(lane)
             self._empty.append(lane)
         return None
@@ -412,10 +418,8 @@ class Admission:
 
     def close(self) -> None:
         queue = self._queue
-        next_of = {line.lane: line.lane.lines.first() for line, _ in self._blocked}
         for line, is_called in self._blocked:
-            upcoming = None if is_called else next_of[line.lane]
-            line.let_pass(None if upcoming is None else upcoming.head.rank, self._step_id)
+            line.let_pass(None if is_called else self._reached[line.lane], self._step_id)
             queue._look(line)
         for line in self._aside:
             line.lane.lines.put(line, line.head.rank)
