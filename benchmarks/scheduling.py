@@ -20,6 +20,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.arguments import positive
 from benchmarks.report import wide_console
-from loraplex.core import AcquireResult, MixPart, Request, SamplingParams, WaitsFor
+from loraplex.core import AcquireResult, Claim, MixPart, Request, SamplingParams, WaitsFor
 from loraplex.engine.schedule_plan import SampledToken
 from loraplex.engine.scheduler import Scheduler
 from loraplex.kvcache.allocator import KVBlockAllocator
@@ -103,11 +104,11 @@ class Queue:
         adapter_id, tenant = self._random.randint(1, self._num_adapters), self._random.randrange(self._num_tenants)
         start, self._num_come = self._num_come * PROMPT, self._num_come + 1
         tokens = tuple(range(start, start + PROMPT))
-        owner = {"tenant": f"t{tenant}"} if self._num_tenants > 1 else {}
+        claim = Claim(f"t{tenant}")
         params = SamplingParams(max_tokens=OUTPUT)
         digest = f"d{adapter_id}"
         name = f"r{self._num_come}"
-        return Request(name, tokens, params, OUTPUT, 0, adapter_id=adapter_id, adapter_digest=digest, **owner)
+        return Request(name, tokens, params, OUTPUT, 0, adapter_id=adapter_id, adapter_digest=digest, claim=claim)
 
     def arrive(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -155,8 +156,8 @@ def measure(case: str, num_waiting: int, num_tenants: int, num_adapters: int, nu
         for _ in range(ended):
             queue.arrive(queue.next_request())
         request_id, request = queue.any_request_id(), queue.next_request()
-        timed_us(aborts, lambda: queue.scheduler.abort(request_id))
-        timed_us(arrivals, lambda: queue.arrive(request))
+        timed_us(aborts, partial(queue.scheduler.abort, request_id))
+        timed_us(arrivals, partial(queue.arrive, request))
     return Row(case, num_waiting, num_tenants, summary(steps), summary(arrivals), summary(aborts))
 
 

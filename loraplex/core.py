@@ -140,6 +140,30 @@ def has_content(adapter_digest: str, content: str) -> bool:
     return any(part.rpartition("*")[2] == content for part in adapter_digest.split("+"))
 
 
+MAX_PRIORITY = 1000
+"""Levels that a request may be before or after others."""
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
+"""Of a tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """How a request stands among those that wait: whose share of the engine it takes, and how early within that.
+
+    tenant: "" where all requests are of one. weight: how large the tenant's share is beside those of others. priority:
+    lower is earlier, among requests of the tenant.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+
+
+NO_CLAIM = Claim()
+"""Of a request like all others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate, as the engine gets it: token ids in, one completion out (n > 1 is several of these).
@@ -147,9 +171,6 @@ class Request:
     `adapter_id` is None for the base model. Of a mix it is the first one's, and `adapter_digest` is `mix_digest`.
     `cache_salt` separates the KV prefixes of tenants. `seed` is always set. Tokens before `adapter_from` are base rows.
     `max_model_len`: of a request through an adapter with a longer context, else 0.
-
-    tenant: whose share of the engine it takes, and `tenant_weight` how large that is; "" where all are one tenant.
-    priority: lower is earlier, within the tenant.
 
     Of one that began in another engine: `output_token_ids` is what that one drew, and `num_cached_tokens` what it had
     cached of the prompt, None where the prompt was not begun.
@@ -170,9 +191,7 @@ class Request:
     max_model_len: int = 0
     output_token_ids: tuple[int, ...] = ()
     num_cached_tokens: int | None = None
-    tenant: str = ""
-    tenant_weight: float = 1.0
-    priority: int = 0
+    claim: Claim = NO_CLAIM
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
@@ -201,6 +220,9 @@ class Request:
             raise InvalidRequestError(f"a request with {num_outputs} tokens has ended: it cannot go on here")
         if self.num_cached_tokens is not None and not 0 <= self.num_cached_tokens <= num_tokens:
             raise InvalidRequestError(f"{self.num_cached_tokens} cached tokens of a prompt of {num_tokens}")
+        if not (MIN_WEIGHT <= self.claim.weight <= MAX_WEIGHT and abs(self.claim.priority) <= MAX_PRIORITY):
+            text = f"a request of weight {self.claim.weight!r} and priority {self.claim.priority}: weights are"
+            raise InvalidRequestError(f"{text} {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, priorities +-{MAX_PRIORITY}")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
         if self.adapter_from and (self.adapter_from < 0 or self.adapter_id is None or self.mix):

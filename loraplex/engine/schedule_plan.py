@@ -44,7 +44,6 @@ class RequestState:
     request: Request
     arrival_index: int
     token_ids: tuple[int, ...] | list[int]
-    share: TenantShare
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0
@@ -62,10 +61,11 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sampling_state: TokenCounts | None = None
     is_prompt_checked: bool = True
+    share: TenantShare = field(default_factory=TenantShare)
     rank: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rank = self.arrival_step + self.request.priority * PRIORITY_STEPS, self.arrival_index
+        self.rank = self.arrival_step + self.request.claim.priority * PRIORITY_STEPS, self.arrival_index
 
     def append(self, token_id: int) -> None:
         if isinstance(self.token_ids, tuple):
@@ -74,8 +74,7 @@ class RequestState:
 
     @property
     def starting_lag(self) -> int:
-        """The step less its lag (see AdapterTurns): it stays while the request waits, and the least is furthest behind.
-        """
+        """The step less its lag (AdapterTurns): it stays while the request waits, and the least is furthest behind."""
         return self.arrival_step + self.num_steps_run // 2
 
     @property

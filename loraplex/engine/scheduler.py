@@ -10,18 +10,19 @@ being drawn there is then scheduled with that token pending, if what the host kn
 what the next step draws for it is dropped.
 
 Policy: running requests first; then waiting ones, of the tenant that was served least (waiting/shares.py), by priority
-and arrival (waiting/queue.py), so with one tenant and no priorities first come, first served; except that a request
-whose adapter is not there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
+and arrival (waiting/queue.py): with one tenant and no priorities first come, first served. A request whose adapter is
+not there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
 requests are paused for one that is further behind. With n adapters waiting before it, one gets in within aging_steps +
-n * (aging_steps / 16 + the steps of a prompt) steps. A paused request keeps its KV as long as no other needs the
-memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
+n * (aging_steps / 16 + the steps of a prompt) steps. Where all seats are taken and nothing of the tenant that was served
+least runs, a tenant that was served more and has several seats gives it one, by a pause. A paused request keeps its KV
+as long as no other needs the memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from loraplex.core import (
     BlockAllocator,
@@ -93,9 +94,9 @@ class Scheduler:
     def add(self, request: Request, *, is_prompt_checked: bool = True) -> None:
         """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
-        share = self._shares.enter(request.tenant, request.tenant_weight)
+        share = self._shares.enter(request.claim.tenant, request.claim.weight)
         tokens, step_id = request.prompt_token_ids, self._turns.step_id
-        state = RequestState(request, self._num_arrivals, tokens, share, arrival_step=step_id)
+        state = RequestState(request, self._num_arrivals, tokens, arrival_step=step_id, share=share)
         state.is_prompt_checked = is_prompt_checked
         state.num_cached_tokens = request.num_cached_tokens
         if request.output_token_ids:
@@ -194,6 +195,7 @@ class Scheduler:
             any(state.needs_commit for state in self._running)
             or not all(self._reserve(state, num_tokens) for state, num_tokens in self._next_tokens())
             or bool(self._turns.to_pause(self._waiting, self._running))
+            or self._seat_to_give() is not None
         )
 
     def schedule(self) -> SchedulePlan:
@@ -208,6 +210,8 @@ class Scheduler:
         paused = [] if self._uncommitted else self._turns.call(self._waiting, self._running)
         for state in paused:
             self._give_way(state, keeps_kv=True)
+        if not self._uncommitted and (seated := self._seat_to_give()) is not None:
+            self._give_way(seated, keeps_kv=True)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, failed, budget)
         called = self._turns.called(self._waiting) if paused else ()
@@ -225,6 +229,19 @@ class Scheduler:
             state.num_pending_tokens += sequence.is_sampled
         return plan
 
+    def _seat_to_give(self) -> RequestState | None:
+        """The running request whose seat goes to the tenant that was served least, of which none runs: the newest of
+        the tenant that was served most, which keeps another. None while the step has no tokens left for it."""
+        if len(self._running) < self._max_running:
+            return None
+        tenant = self._waiting.least_served_ready()
+        if tenant is None or tenant.num_running:
+            return None
+        if sum(num_tokens for _, num_tokens in self._next_tokens()) >= self._max_num_batched_tokens:
+            return None
+        others = [each for each in self._running if each.share.num_running > 1 and each.share.served > tenant.served]
+        return _last(others) if others else None
+
     def _next_tokens(self) -> Iterator[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""
         budget = self._max_num_batched_tokens
@@ -235,22 +252,18 @@ class Scheduler:
                 budget -= min(num_tokens, budget)
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
-        """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the newest."""
+        """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the
+        last."""
         budget = self._max_num_batched_tokens
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
-                self._give_way(self._last_to_keep(state), keeps_kv=False)
+                later = self._running[self._running.index(state) :]  # those before it are in the step already
+                self._give_way(_last(later), keeps_kv=False)
             if state.status is not RequestStatus.RUNNING:
                 continue  # it was preempted itself, or for one before it
             scheduled.append(_scheduled(state, num_tokens))
             budget -= num_tokens
         return budget
-
-    def _last_to_keep(self, state: RequestState) -> RequestState:
-        """Of a request and those that began to run after it: of the tenant that was served most, then by priority, the
-        newest. Those before it are in the step already."""
-        later = self._running[self._running.index(state) :]
-        return max(reversed(later), key=lambda each: (each.share.served, each.request.priority))
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
         """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest
@@ -265,8 +278,7 @@ class Scheduler:
         return True
 
     def _drop_newest_kv(self, besides: RequestState | None = None, is_any: bool = True) -> bool:
-        """Of the newest paused request; with `is_any` False, of those that go after `besides`. Whether there was one.
-        """
+        """Of the newest paused request; `is_any` False: of those that go after `besides`; whether there was one."""
         for state in reversed(self._paused):
             if state is not besides and (is_any or besides is None or _goes_after(state, besides)):
                 self._drop_kv(state)
@@ -279,8 +291,7 @@ class Scheduler:
         admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
         while budget > 0 and num_seats > 0 and (state := admission.next()) is not None:
             if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
-                # it was preempted in this very step, or one of this name ended and its KV is in use until the next commit
-                admission.pass_over(state)
+                admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
                 continue
             num_taken = self._seats_for(state.request.mix)
             if num_taken > num_seats and self._running and state.request.mix not in blocked:
@@ -370,6 +381,7 @@ class Scheduler:
         if state.num_cached_tokens is None:
             state.num_cached_tokens = state.num_computed_tokens
             self.num_prompt_tokens += state.num_prompt_tokens
+        state.share.num_running += 1
         self._turns.begin(state)
         if state.request.mix:
             self._mixes[state.request.mix] += 1
@@ -481,6 +493,7 @@ class Scheduler:
     def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
         """Adapter reference and KV, unless it keeps that, return now, or when the last step that runs it commits."""
         self._running.remove(state)
+        state.share.num_running -= 1
         if state.request.mix:
             self._mixes -= Counter((state.request.mix,))
         for adapter_id in state.request.adapter_ids:
@@ -523,8 +536,9 @@ class Scheduler:
         assert self._mixes == Counter(state.request.mix for state in self._running if state.request.mix)
         assert self._paused == [state for state in self._waiting if state.keeps_kv]
         self._waiting.check_integrity()
-        num_requests = Counter(state.share for state in self._states.values())
-        assert num_requests == {share: share.num_requests for share in self._shares.active()}
+        states, active = self._states.values(), self._shares.active()
+        assert Counter(state.share for state in states) == {share: share.num_requests for share in active}
+        assert sum(share.num_running for share in active) == len(self._running)
 
     def _check_steps_in_flight(self) -> None:
         in_flight = [sequence for plan in self._uncommitted for sequence in plan.sequences]
@@ -542,6 +556,11 @@ def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
 
 def _arrival_index(state: RequestState) -> int:
     return state.arrival_index
+
+
+def _last(states: Sequence[RequestState]) -> RequestState:
+    """Of requests in order of admission: of the tenant that was served most, then by priority, the newest."""
+    return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
 
 
 def _goes_after(state: RequestState, other: RequestState) -> bool:

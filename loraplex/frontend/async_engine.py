@@ -32,8 +32,10 @@ from loraplex.adapters.registry import (
 )
 from loraplex.config import EngineConfig, RegistryDatabase
 from loraplex.core import (
+    NO_CLAIM,
     AdapterChoice,
     AdapterStore,
+    Claim,
     EngineInfo,
     LoRAMix,
     LoRARequest,
@@ -268,6 +270,7 @@ class AsyncEngine(AdapterVerbs):
         model: AdapterChoice = None,
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         held: HeldAdapters | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -289,6 +292,7 @@ class AsyncEngine(AdapterVerbs):
                 adapter=adapter_ref(refs, model),
                 lora_request=lora_request,
                 cache_salt=cache_salt,
+                claim=claim,
                 add_special_tokens=add_special_tokens,
                 text=self._front.text_for(refs),
             )

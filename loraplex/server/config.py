@@ -14,6 +14,7 @@ from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.adapters.remote.hub import HUB_PREFIX
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setting
+from loraplex.core import MAX_PRIORITY
 from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings
 from loraplex.private_folder import private_folder
@@ -174,6 +175,12 @@ class ServerSettings:
         "longest time of a generation request, waiting included; then it ends with 504 (default: no limit)",
         group="Limits",
     )
+    max_priority: int = setting(
+        0,
+        "most levels that the `priority` of a request may go before (negative) or after others of its key; 0 refuses "
+        "other priorities than 0",
+        group="Limits",
+    )
     probe_timeout_s: float = setting(
         10.0, "longest time for the token of `GET /health?probe=generate`, waiting included", group="Limits"
     )
@@ -224,6 +231,10 @@ class ServerSettings:
                 (
                     self.max_request_s is None or 0 < self.max_request_s < inf,
                     f"max_request_s must be > 0, got {self.max_request_s}",
+                ),
+                (
+                    0 <= self.max_priority <= MAX_PRIORITY,
+                    f"max_priority must be 0..{MAX_PRIORITY}, got {self.max_priority}",
                 ),
                 (0 < self.probe_timeout_s < inf, f"probe_timeout_s must be > 0, got {self.probe_timeout_s}"),
                 (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),

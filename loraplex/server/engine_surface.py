@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
-from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
+from loraplex.core import NO_CLAIM, AdapterChoice, Claim, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats, RunnerReport
@@ -156,6 +156,7 @@ class EngineSurface(Protocol):
         *,
         model: AdapterChoice = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         held: HeldAdapters | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs. held: what `hold_adapters(model)` gave; the first look at an output takes it."""

@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 
 from loraplex.core import (
+    NO_CLAIM,
     AdapterChoice,
     AdapterMix,
+    Claim,
     CompletionOutput,
     FinishReason,
     RequestOutput,
@@ -96,7 +98,8 @@ class Deadline:
 class Generation:
     """What the client asked for, resolved. `model` is the name that the answer gives back.
 
-    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. shows_cached_tokens:
+    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. claim: of
+    the owner's share. shows_cached_tokens:
     false where a cached token may be another client's. hides_paths: errors name no place of this machine.
     """
 
@@ -105,6 +108,7 @@ class Generation:
     model: str
     items: tuple[GenerationItem, ...]
     cache_salt: str = ""
+    claim: Claim = NO_CLAIM
     shows_cached_tokens: bool = True
     hides_paths: bool = False
     deadline: Deadline | None = None
@@ -226,6 +230,7 @@ class Generator:
             item.engine_request_id,
             model=item.target.address,
             cache_salt=generation.cache_salt,
+            claim=generation.claim,
             held=item.target.held,
         )
         with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
 
-from loraplex.core import MAX_MIX_ADAPTERS, MAX_MIX_WEIGHT, AdapterMix
+from loraplex.core import MAX_MIX_ADAPTERS, MAX_MIX_WEIGHT, MAX_PRIORITY, AdapterMix
 from loraplex.sampling_params import (
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
@@ -192,6 +192,7 @@ class SamplingFields(RequestModel):
         Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
     ] = Field(default_factory=dict)
     user: Label | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     min_p: Share = 0.0
     repetition_penalty: Annotated[float, documented(minimum=0.001, maximum=10)] = 1.0
@@ -242,7 +243,6 @@ class SamplingFields(RequestModel):
         "kv_transfer_params": ({},),
         "length_penalty": (1,),
         "logprob_token_ids": (),
-        "priority": (0,),
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),

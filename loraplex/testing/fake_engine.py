@@ -11,7 +11,16 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
-from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
+from loraplex.core import (
+    NO_CLAIM,
+    AdapterChoice,
+    AdapterMix,
+    Claim,
+    LoRAMix,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+)
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -86,6 +95,7 @@ class FakeRequest:
     model: AdapterChoice
     cache_salt: str
     adapter_ids: tuple[int, ...] = ()
+    claim: Claim = NO_CLAIM
 
 
 @dataclass(eq=False, slots=True)
@@ -222,6 +232,7 @@ class FakeAsyncEngine(AdapterVerbs):
         model: AdapterChoice = None,
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         held: HeldAdapters | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -235,7 +246,7 @@ class FakeAsyncEngine(AdapterVerbs):
         token_ids = tuple(self._tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
         refs = self._refs(model, LoRARegistry.acquire) if held is None else held.take()
         run = self._runs[request_id] = _Run(tuple(ref.adapter_id for ref in refs))
-        self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt, run.adapter_ids))
+        self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt, run.adapter_ids, claim))
         failure = self._failures.pop(0) if self._failures else None
         is_finished = False
         try:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from loraplex.core import (
+    NO_CLAIM,
+    Claim,
     CompletionOutput,
     FinishReason,
     LoRAMix,
@@ -121,6 +123,7 @@ class InputProcessor:
         adapter: AdapterRef | None = None,
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         text: RequestText | None = None,
     ) -> PreparedRequest:
@@ -155,6 +158,7 @@ class InputProcessor:
                     mix=() if adapter is None else adapter.mix,
                     adapter_from=adapter_from,
                     max_model_len=side.max_model_len or 0,
+                    claim=claim,
                 )
             )
         words = prompt if isinstance(prompt, str) else None

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core import (
+    NO_CLAIM,
     AcquireResult,
+    Claim,
     FinishReason,
     MixPart,
     Request,
@@ -101,6 +103,7 @@ class Harness:
         length: int = 4,
         adapter: int | tuple[int, ...] | None = None,
         max_tokens: int = 4,
+        claim: Claim = NO_CLAIM,
         **params,
     ) -> None:
         """adapter: several are a mix."""
@@ -117,6 +120,7 @@ class Harness:
                 adapter_id=adapter[0] if isinstance(adapter, tuple) else adapter,
                 adapter_digest=digest,
                 mix=mix,
+                claim=claim,
             )
         )
 

@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from loraplex.core import MixPart, WaitsFor
-from loraplex.engine.schedule_plan import PRIORITY_STEPS, RequestState
+from loraplex.engine.schedule_plan import RequestState
 from loraplex.engine.waiting.keyed_heap import KeyedHeap
 from loraplex.engine.waiting.shares import TenantShare
 
@@ -162,8 +162,7 @@ class WaitingQueue:
         lane = self._lanes.get(state.share)
         if lane is None:
             state.share.served = max(state.share.served, self._floor())
-        request = state.request
-        key = state.share, request.priority, _content_key(state)
+        key = state.share, state.request.claim.priority, _content_key(state)
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = self._open(state, key)
@@ -302,6 +301,12 @@ class WaitingQueue:
         """What lacks room and is furthest behind, of the tenant that was served least; see AdapterTurns."""
         lane = min(self._rooms, key=_served, default=None)
         return None if lane is None else lane.room.furthest_behind(step_id, aging_steps)
+
+    def least_served_ready(self) -> TenantShare | None:
+        """The tenant that was served least of those that wait, unless its first request waits for an adapter."""
+        lane = self._least_served()
+        line = None if lane is None else lane.lines.first()
+        return None if lane is None or line is None or line.cause_of(line.head) is not None else lane.share
 
     def by_cause(self) -> Mapping[str, int]:
         """How many wait for what; a line waits for what its head does."""

@@ -8,7 +8,7 @@ The tenant that was served least is admitted from next (Sheng et al., "Fairness 
 waits to the one that ceased to wait last. So time away is no credit. Of two tenants that wait all the time, for
 requests that could run, the difference of what they were served in any interval is at most
 
-    2 * max(PROMPT_COST * longest prompt, OUTPUT_COST * tokens that running requests may still generate) / least weight
+    2 * max(PROMPT_COST * longest prompt, OUTPUT_COST * tokens that running requests may come to have) / least weight
 
 Prompt tokens from the prefix cache are free, and a preempted request is not charged for its prompt again. A request
 that is admitted is charged for its prompt at once, and for each token when it is known.
@@ -29,13 +29,15 @@ MAX_IDLE_TENANTS = 4096
 class TenantShare:
     """One tenant: its weight, what it was served (tokens times cost over weight) and how many requests have not ended.
 
+    num_running: of them, in the batch.
     num_prompt_tokens: that were computed for it; num_generated_tokens: that it got.
     """
 
-    name: str
+    name: str = ""
     weight: float = 1.0
     served: float = 0.0
     num_requests: int = 0
+    num_running: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
 
