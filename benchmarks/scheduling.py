@@ -3,10 +3,10 @@
     python -m benchmarks.scheduling --json results/scheduling.json
     python -m benchmarks.scheduling --sizes 200,8000 --tenants 1,100
 
-Requests of 32 tokens get 16 each, through one of --adapters by chance, 64 in a batch. For each request that ends another
-arrives, so that the queue keeps its length. The KV blocks are the engine's own; the adapters' memory is a fake that
-counts references. CPU time of the thread, in microseconds: the median and the 99th percentile of --steps steps, and of as
-many arrivals and aborts of requests from anywhere in the queue.
+Requests of 32 tokens get 16 each, through one of --adapters by chance, 64 in a batch. For each request that ends
+another arrives, so the queue keeps its length. The KV blocks are the engine's own; the adapters' memory is a fake that
+counts references. CPU time of the thread, in microseconds: the median and the 99th percentile of --steps steps, and of
+as many arrivals and aborts of requests from anywhere in the queue. A step is needs_commit, schedule and commit.
 
 seats   every adapter is there: a batch is full, and the queue waits for a seat.
 room    a quarter of the adapters fit: requests that lack room let others pass, and adapters take turns.

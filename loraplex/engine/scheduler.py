@@ -13,9 +13,9 @@ Policy: running requests first; then waiting ones, of the tenant that was served
 and arrival (waiting/queue.py): with one tenant and no priorities first come, first served. A request whose adapter is
 not there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
 requests are paused for one that is further behind. With n adapters waiting before it, one gets in within aging_steps +
-n * (aging_steps / 16 + the steps of a prompt) steps. Where all seats are taken and nothing of the tenant that was served
-least runs, a tenant that was served more and has several seats gives it one, by a pause. A paused request keeps its KV
-as long as no other needs the memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
+n * (aging_steps / 16 + the steps of a prompt) steps. Where all seats are taken, the tenant that was served least takes
+one, by a pause, from a tenant that was served more and has more seats by weight. A paused request keeps its KV as long
+as no other needs the memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
 """
 
 from __future__ import annotations
@@ -230,16 +230,16 @@ class Scheduler:
         return plan
 
     def _seat_to_give(self) -> RequestState | None:
-        """The running request whose seat goes to the tenant that was served least, of which none runs: the newest of
-        the tenant that was served most, which keeps another. None while the step has no tokens left for it."""
+        """The running request whose seat goes to the tenant that was served least, of those that were served more and
+        have more seats by weight even then. None while a seat is free, or the step has no tokens left for it."""
         if len(self._running) < self._max_running:
             return None
         tenant = self._waiting.least_served_ready()
-        if tenant is None or tenant.num_running:
+        if tenant is None or sum(num for _, num in self._next_tokens()) >= self._max_num_batched_tokens:
             return None
-        if sum(num_tokens for _, num_tokens in self._next_tokens()) >= self._max_num_batched_tokens:
-            return None
-        others = [each for each in self._running if each.share.num_running > 1 and each.share.served > tenant.served]
+        num_seats = (tenant.num_running + 1) / tenant.weight
+        served_more = [state for state in self._running if state.share.served > tenant.served]
+        others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
         return _last(others) if others else None
 
     def _next_tokens(self) -> Iterator[tuple[RequestState, int]]:

@@ -1,4 +1,4 @@
-"""What tenants are served: the virtual token counters of `waiting.shares` in the scheduler, with a model that is not there.
+"""What tenants are served: virtual token counters in the scheduler, with a model that is not there.
 
 Service is weighted tokens, as the counters have it. The bound is the paper's (Sheng et al., OSDI 2024, theorem 4.4).
 """
@@ -121,13 +121,13 @@ def test_time_away_is_no_credit() -> None:
 
 
 def light_waits(flood: int, prompt: int, adapters: int = 0) -> list[int]:
-    """Steps until the first token of one request every 12 steps, beside a tenant that always has so many waiting."""
+    """Steps until the first token of one request every 40 steps, beside a tenant that always has so many waiting."""
     load = Load(1)
-    for step in range(360):
+    for step in range(600):
         while load.harness.scheduler.waiting_by_tenant().get("flood", 0) < flood:
             adapter = load.random.randint(1, adapters) if adapters else None
             load.add("flood", load.random.randint(1, MAX_PROMPT), 20, adapter=adapter)
-        if step % 12 == 0:
+        if step % 40 == 0:
             load.add("light", prompt, 8, adapter=1000 + step)  # it finds no prefix of another
         load.step()
     return load.waits("light")
@@ -136,10 +136,10 @@ def light_waits(flood: int, prompt: int, adapters: int = 0) -> list[int]:
 @pytest.mark.parametrize("flood", [30, 300])
 @pytest.mark.parametrize("prompt", [8, 200])
 def test_a_flood_hardly_delays_a_light_tenant(flood: int, prompt: int) -> None:
-    """P99 of the steps to the first token, or one step more. Without a seat that the flood gives it would be 20 steps,
-    and behind the flood's queue hundreds."""
+    """The slowest takes 1.5 times as many steps to its first token, or one step more. Without the seat that the flood
+    gives it would wait for one up to 20 steps more, and behind the flood's queue hundreds."""
     alone, waits = light_waits(0, prompt), light_waits(flood, prompt)
-    assert len(waits) == len(alone) == 30
+    assert len(waits) == len(alone) == 15
     assert waits[-1] <= max(1.5 * alone[-1], alone[-1] + 1)
 
 
