@@ -28,10 +28,11 @@ from rich.table import Table
 
 from benchmarks.arguments import positive
 from benchmarks.report import wide_console
-from loraplex.core import AcquireResult, Claim, MixPart, Request, SamplingParams, WaitsFor
+from loraplex.core import AcquireResult, MixPart, Request, SamplingParams, WaitsFor
 from loraplex.engine.schedule_plan import SampledToken
 from loraplex.engine.scheduler import Scheduler
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.sampling_params import Claim
 
 SEATS, PROMPT, OUTPUT, BLOCK = 64, 32, 16, 16
 TOKEN = SampledToken(5)

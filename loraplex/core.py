@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
 from loraplex.errors import InvalidRequestError, LoraplexError
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun like the others: imported from here
 
 BASE_SLOT = -1
@@ -140,30 +141,6 @@ def has_content(adapter_digest: str, content: str) -> bool:
     return any(part.rpartition("*")[2] == content for part in adapter_digest.split("+"))
 
 
-MAX_PRIORITY = 1000
-"""Levels that a request may be before or after others."""
-
-MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
-"""Of a tenant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """How a request stands among those that wait: whose share of the engine it takes, and how early within that.
-
-    tenant: "" where all requests are of one. weight: how large the tenant's share is beside those of others. priority:
-    lower is earlier, among requests of the tenant.
-    """
-
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-
-
-NO_CLAIM = Claim()
-"""Of a request like all others."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate, as the engine gets it: token ids in, one completion out (n > 1 is several of these).
@@ -220,9 +197,7 @@ class Request:
             raise InvalidRequestError(f"a request with {num_outputs} tokens has ended: it cannot go on here")
         if self.num_cached_tokens is not None and not 0 <= self.num_cached_tokens <= num_tokens:
             raise InvalidRequestError(f"{self.num_cached_tokens} cached tokens of a prompt of {num_tokens}")
-        if not (MIN_WEIGHT <= self.claim.weight <= MAX_WEIGHT and abs(self.claim.priority) <= MAX_PRIORITY):
-            text = f"a request of weight {self.claim.weight!r} and priority {self.claim.priority}: weights are"
-            raise InvalidRequestError(f"{text} {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, priorities +-{MAX_PRIORITY}")
+        self.claim.check()
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
         if self.adapter_from and (self.adapter_from < 0 or self.adapter_id is None or self.mix):

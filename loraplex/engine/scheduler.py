@@ -166,10 +166,6 @@ class Scheduler:
         """How many waiting requests wait for what: `seat` (a place in the batch or KV), `load`, `room`."""
         return self._waiting.by_cause()
 
-    def waiting_by_tenant(self) -> Mapping[str, int]:
-        """How many requests of which tenant wait."""
-        return self._waiting.by_tenant()
-
     def shares(self) -> list[TenantShare]:
         """What tenants with requests were served; they change with the next step."""
         return self._shares.active()

@@ -32,10 +32,8 @@ from loraplex.adapters.registry import (
 )
 from loraplex.config import EngineConfig, RegistryDatabase
 from loraplex.core import (
-    NO_CLAIM,
     AdapterChoice,
     AdapterStore,
-    Claim,
     EngineInfo,
     LoRAMix,
     LoRARequest,
@@ -70,6 +68,7 @@ from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.text.processor import PreparedRequest
 from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer

@@ -14,10 +14,10 @@ from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.adapters.remote.hub import HUB_PREFIX
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setting
-from loraplex.core import MAX_PRIORITY
 from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings
 from loraplex.private_folder import private_folder
+from loraplex.sampling_params import MAX_PRIORITY
 from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
 
 DATABASE_VARIABLE = "LORAPLEX_DATABASE_URL"

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
-from loraplex.core import NO_CLAIM, AdapterChoice, Claim, RequestOutput, SamplingParams
+from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
+from loraplex.sampling_params import NO_CLAIM, Claim
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,10 +10,8 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 
 from loraplex.core import (
-    NO_CLAIM,
     AdapterChoice,
     AdapterMix,
-    Claim,
     CompletionOutput,
     FinishReason,
     RequestOutput,
@@ -27,6 +25,7 @@ from loraplex.errors import (
     RequestAbortedError,
     RequestTimeoutError,
 )
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.model_names import Target

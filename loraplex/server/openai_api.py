@@ -11,8 +11,9 @@ from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Query, Request, Response
 
-from loraplex.core import AdapterChoice, Claim, RequestOutput, SamplingParams
+from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError, LoraplexError
+from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError, error_reply
 from loraplex.server.auth import KEYLESS, caller_of

@@ -12,11 +12,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
 
-from loraplex.core import MAX_MIX_ADAPTERS, MAX_MIX_WEIGHT, MAX_PRIORITY, AdapterMix
+from loraplex.core import MAX_MIX_ADAPTERS, MAX_MIX_WEIGHT, AdapterMix
 from loraplex.sampling_params import (
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PRIORITY,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,

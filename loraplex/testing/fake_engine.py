@@ -11,16 +11,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
-from loraplex.core import (
-    NO_CLAIM,
-    AdapterChoice,
-    AdapterMix,
-    Claim,
-    LoRAMix,
-    LoRARequest,
-    RequestOutput,
-    SamplingParams,
-)
+from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -39,6 +30,7 @@ from loraplex.performance.profile import Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
 from loraplex.testing.fake_tokenizer import FakeTokenizer

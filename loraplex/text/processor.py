@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from loraplex.core import (
-    NO_CLAIM,
-    Claim,
     CompletionOutput,
     FinishReason,
     LoRAMix,
@@ -31,6 +29,7 @@ from loraplex.core import (
 )
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
 from loraplex.performance.requests import RequestRecorder
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.text.detokenizer import IncrementalDetokenizer, prompt_context
 from loraplex.text.output_collections import GrowingCompletion, PackedLogprobs, Prefix, TextPieces
 from loraplex.text.request_text import RequestText

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.core import Claim
 from loraplex.engine.schedule_plan import SampledToken
 from loraplex.engine.waiting.shares import OUTPUT_COST, PROMPT_COST, TenantShares
+from loraplex.sampling_params import Claim
 from tests.engine.test_scheduler import Harness
 
 SEATS, TOKENS, BLOCKS = 8, 64, 128
@@ -46,8 +46,12 @@ class Load:
         return self.add(tenant, prompt, output, weight, adapter)
 
     def keep_waiting(self, tenant: str, num_waiting: int, weight: float = 1.0) -> None:
-        while self.harness.scheduler.waiting_by_tenant().get(tenant, 0) < num_waiting:
+        while self.num_waiting(tenant) < num_waiting:
             self.add_any(tenant, weight)
+
+    def num_waiting(self, tenant: str) -> int:
+        shares = self.harness.scheduler.shares()
+        return sum(share.num_requests - share.num_running for share in shares if share.name == tenant)
 
     def step(self) -> None:
         self.num_steps += 1
@@ -124,7 +128,7 @@ def light_waits(flood: int, prompt: int, adapters: int = 0) -> list[int]:
     """Steps until the first token of one request every 40 steps, beside a tenant that always has so many waiting."""
     load = Load(1)
     for step in range(600):
-        while load.harness.scheduler.waiting_by_tenant().get("flood", 0) < flood:
+        while load.num_waiting("flood") < flood:
             adapter = load.random.randint(1, adapters) if adapters else None
             load.add("flood", load.random.randint(1, MAX_PROMPT), 20, adapter=adapter)
         if step % 40 == 0:

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core import (
-    NO_CLAIM,
     AcquireResult,
-    Claim,
     FinishReason,
     MixPart,
     Request,
@@ -25,6 +23,7 @@ from loraplex.engine.schedule_plan import RequestStatus, SampledToken, ScheduleP
 from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import AdapterUnavailableError, EngineError
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.sampling_params import NO_CLAIM, Claim
 
 EOS = 99
 

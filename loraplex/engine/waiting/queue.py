@@ -312,9 +312,6 @@ class WaitingQueue:
         """How many wait for what; a line waits for what its head does."""
         return {cause: self._by_cause[cause] for cause in (SEAT, WaitsFor.LOAD.value, WaitsFor.ROOM.value)}
 
-    def by_tenant(self) -> Mapping[str, int]:
-        return {share.name: lane.num_waiting for share, lane in self._lanes.items()}
-
     def adapter_ids(self) -> set[int]:
         return set(self._contents_of)
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.core import Claim, WaitsFor
+from loraplex.core import WaitsFor
 from loraplex.engine.schedule_plan import PRIORITY_STEPS, SampledToken, SchedulePlan
+from loraplex.sampling_params import Claim
 from tests.engine.slow_queue import SlowQueue
 from tests.engine.test_scheduler import EOS, Harness, ran
 
