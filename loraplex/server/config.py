@@ -228,14 +228,7 @@ class ServerSettings:
                     self.max_engine_restarts is None or self.max_engine_restarts >= 0,
                     f"max_engine_restarts must be >= 0, got {self.max_engine_restarts}",
                 ),
-                (
-                    self.max_request_s is None or 0 < self.max_request_s < inf,
-                    f"max_request_s must be > 0, got {self.max_request_s}",
-                ),
-                (
-                    0 <= self.max_priority <= MAX_PRIORITY,
-                    f"max_priority must be 0..{MAX_PRIORITY}, got {self.max_priority}",
-                ),
+                *self._request_checks(),
                 (0 < self.probe_timeout_s < inf, f"probe_timeout_s must be > 0, got {self.probe_timeout_s}"),
                 (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
                 (
@@ -268,6 +261,18 @@ class ServerSettings:
             "max_connections_per_ip": self.max_connections_per_ip,
         }
         return [(limit is None or limit >= 1, f"{name} must be >= 1, got {limit}") for name, limit in limits.items()]
+
+    def _request_checks(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.max_request_s is None or 0 < self.max_request_s < inf,
+                f"max_request_s must be > 0, got {self.max_request_s}",
+            ),
+            (
+                0 <= self.max_priority <= MAX_PRIORITY,
+                f"max_priority must be 0..{MAX_PRIORITY}, got {self.max_priority}",
+            ),
+        ]
 
     def _state_checks(self) -> list[tuple[bool, str]]:
         return [
