@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
 from loraplex.errors import InvalidRequestError, LoraplexError
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun like the others: imported from here
 
 BASE_SLOT = -1
@@ -167,6 +168,7 @@ class Request:
     max_model_len: int = 0
     output_token_ids: tuple[int, ...] = ()
     num_cached_tokens: int | None = None
+    claim: Claim = NO_CLAIM
 
     @property
     def adapter_ids(self) -> tuple[int, ...]:
@@ -195,6 +197,7 @@ class Request:
             raise InvalidRequestError(f"a request with {num_outputs} tokens has ended: it cannot go on here")
         if self.num_cached_tokens is not None and not 0 <= self.num_cached_tokens <= num_tokens:
             raise InvalidRequestError(f"{self.num_cached_tokens} cached tokens of a prompt of {num_tokens}")
+        self.claim.check()
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
         if self.adapter_from and (self.adapter_from < 0 or self.adapter_id is None or self.mix):

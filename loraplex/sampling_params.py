@@ -272,3 +272,33 @@ def _shown(value: Any) -> str:
 
 def _num_chars(texts: Sequence[str]) -> int:
     return sum(map(len, texts))
+
+
+MAX_PRIORITY = 1000
+"""Levels that a request may be before or after others."""
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
+"""Of a tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """How a request stands among those that wait: whose share of the engine it takes, and how early within that.
+
+    tenant: "" where all requests are of one. weight: how large the tenant's share is beside those of others. priority:
+    lower is earlier, among requests of the tenant.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for what no front sends."""
+        if not (MIN_WEIGHT <= self.weight <= MAX_WEIGHT and abs(self.priority) <= MAX_PRIORITY):
+            text = f"a request of weight {self.weight!r} and priority {self.priority}: weights are"
+            raise InvalidRequestError(f"{text} {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, priorities +-{MAX_PRIORITY}")
+
+
+NO_CLAIM = Claim()
+"""Of a request like all others."""

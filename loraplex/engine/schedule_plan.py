@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loraplex.core import FinishReason, Request, TokenLogprobs, TokenOutput, WaitsFor
+from loraplex.core import FinishReason, Request, TokenLogprobs, TokenOutput
+from loraplex.engine.waiting.shares import TenantShare
 from loraplex.errors import LoraplexError
+
+PRIORITY_STEPS = 128
+"""Steps of waiting that a level of priority is worth."""
 
 
 class RequestStatus(enum.Enum):
@@ -37,13 +41,14 @@ class TokenCounts(Protocol):
 class RequestState:
     """A request inside the engine: what it has, how far it is computed, what it waits for.
 
-    token_ids: the prompt's, shared with its other completions until `append`.
+    token_ids: the prompt's, shared with its other completions until `append`. share: of its tenant.
     num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
     num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not
     known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
     counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. is_prompt_checked:
     its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all adapters of a mix, the first
-    of which is in `lora_slot`. grammar: of its output; None: any text.
+    of which is in `lora_slot`. grammar: of its output; None: any text. rank: its place among waiting requests of its
+    tenant (waiting/queue.py).
     """
 
     request: Request
@@ -58,8 +63,6 @@ class RequestState:
     num_tokens_admitted: int = 0
     lora_slot: int | None = None
     mix_slots: tuple[int, ...] = ()
-    waits_for: WaitsFor | None = None
-    waits_since_step: int | None = None
     arrival_step: int = 0
     num_steps_run: int = 0
     keeps_kv: bool = False
@@ -69,6 +72,11 @@ class RequestState:
     sampling_state: TokenCounts | None = None
     is_prompt_checked: bool = True
     grammar: OutputGrammar | None = None
+    share: TenantShare = field(default_factory=TenantShare)
+    rank: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = self.arrival_step + self.request.claim.priority * PRIORITY_STEPS, self.arrival_index
 
     def append(self, token_id: int) -> None:
         if isinstance(self.token_ids, tuple):
@@ -78,6 +86,11 @@ class RequestState:
             self.sampling_state.commit((token_id,))
         if self.grammar is not None:
             self.grammar.commit(token_id)
+
+    @property
+    def starting_lag(self) -> int:
+        """The step less its lag (AdapterTurns): it stays while the request waits, and the least is furthest behind."""
+        return self.arrival_step + self.num_steps_run // 2
 
     @property
     def num_prompt_tokens(self) -> int:

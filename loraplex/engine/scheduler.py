@@ -9,18 +9,20 @@ The next step may be scheduled while one is in flight (look-ahead), unless `need
 being drawn there is then scheduled with that token pending, if what the host knows does not end it; if the token does,
 what the next step draws for it is dropped.
 
-Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not
-there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
+Policy: running requests first; then waiting ones, of the tenant that was served least (waiting/shares.py), by priority
+and arrival (waiting/queue.py): with one tenant and no priorities first come, first served. A request whose adapter is
+not there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
 requests are paused for one that is further behind. With n adapters waiting before it, one gets in within aging_steps +
-n * (aging_steps / 16 + the steps of a prompt) steps. A paused request keeps its KV as long as no other needs the
-memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
+n * (aging_steps / 16 + the steps of a prompt) steps. Where all seats are taken, the tenant that was served least takes
+one, by a pause, from a tenant that was served more and has more seats by weight. A paused request keeps its KV as long
+as no other needs the memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from loraplex.core import (
     BlockAllocator,
@@ -42,6 +44,8 @@ from loraplex.engine.schedule_plan import (
     SchedulePlan,
     token_output,
 )
+from loraplex.engine.waiting.queue import WaitingQueue
+from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -70,7 +74,9 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._states: dict[str, RequestState] = {}
-        self._waiting: list[RequestState] = []  # in order of arrival
+        self._shares = TenantShares()
+        self._waiting = WaitingQueue()
+        self._paused: list[RequestState] = []  # those that wait and keep their KV, in order of arrival
         self._running: list[RequestState] = []  # in order of admission
         self._turns = AdapterTurns(residency, aging_steps)
         self._mixes: Counter[tuple[MixPart, ...]] = Counter()  # of running requests
@@ -90,14 +96,16 @@ class Scheduler:
         """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded. grammar: of its
         output; the request waits until it is compiled, and no other one for that."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
-        state = RequestState(request, self._num_arrivals, request.prompt_token_ids, arrival_step=self._turns.step_id)
+        share = self._shares.enter(request.claim.tenant, request.claim.weight)
+        tokens, step_id = request.prompt_token_ids, self._turns.step_id
+        state = RequestState(request, self._num_arrivals, tokens, arrival_step=step_id, share=share)
         state.is_prompt_checked, state.grammar = is_prompt_checked, grammar
         state.num_cached_tokens = request.num_cached_tokens
         if request.output_token_ids:
             state.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self._num_arrivals += 1
         self._states[request.request_id] = state
-        self._waiting.append(state)
+        self._waiting.arrive(state)
         if self._residency is not None:
             for adapter_id in request.adapter_ids:
                 self._residency.prefetch(adapter_id)
@@ -127,14 +135,15 @@ class Scheduler:
         return [self._finish(state, FinishReason.ERROR, error=error) for state in self._states_of(adapter_id)]
 
     def _states_of(self, adapter_id: int) -> list[RequestState]:
-        return [state for state in self._states.values() if adapter_id in state.request.adapter_ids]
+        running = [state for state in self._running if _runs_on(state.request, adapter_id)]
+        return sorted([*running, *self._waiting.states_of(adapter_id)], key=_arrival_index)
 
     def forget_kv(self, adapter_digest: str) -> None:
         """What an adapter's content computed is not to be used again: paused requests compute theirs again, running
         ones keep it."""
         self._blocks.drop_digest(adapter_digest)
-        for state in self._waiting:
-            if state.keeps_kv and has_content(state.request.adapter_digest, adapter_digest):
+        for state in list(self._paused):
+            if has_content(state.request.adapter_digest, adapter_digest):
                 self._drop_kv(state)
 
     def throttle(self, share: int) -> None:
@@ -157,15 +166,17 @@ class Scheduler:
 
     def waiting_by_cause(self) -> Mapping[str, int]:
         """How many waiting requests wait for what: `seat` (a place in the batch or KV), `load`, `room`."""
-        causes = {"seat": 0, WaitsFor.LOAD.value: 0, WaitsFor.ROOM.value: 0}
-        for state in self._waiting:
-            causes["seat" if state.waits_for is None else state.waits_for.value] += 1
-        return causes
+        return self._waiting.by_cause()
+
+    def shares(self) -> list[TenantShare]:
+        """What tenants with requests were served; they change with the next step."""
+        return self._shares.active()
 
     def adapters_of(self, status: RequestStatus) -> set[int]:
         """Ids of the adapters that running or waiting requests use."""
-        states = self._running if status is RequestStatus.RUNNING else self._waiting
-        return {adapter_id for state in states for adapter_id in state.request.adapter_ids}
+        if status is RequestStatus.WAITING:
+            return self._waiting.adapter_ids()
+        return {adapter_id for state in self._running for adapter_id in state.request.adapter_ids}
 
     # --------------------------------------------------------------------------------------------------------- schedule
 
@@ -182,6 +193,7 @@ class Scheduler:
             any(state.needs_commit for state in self._running)
             or not all(self._reserve(state, num_tokens) for state, num_tokens in self._next_tokens())
             or bool(self._turns.to_pause(self._waiting, self._running))
+            or self._seat_to_give() is not None
         )
 
     def schedule(self) -> SchedulePlan:
@@ -196,10 +208,12 @@ class Scheduler:
         paused = [] if self._uncommitted else self._turns.call(self._waiting, self._running)
         for state in paused:
             self._give_way(state, keeps_kv=True)
+        if not self._uncommitted and (seated := self._seat_to_give()) is not None:
+            self._give_way(seated, keeps_kv=True)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, failed, budget)
-        lack_room = [state for state in self._waiting if state.waits_for is WaitsFor.ROOM]
-        if (lack_room and not self._running) or (paused and any(map(self._turns.is_called, lack_room))):
+        called = self._turns.called(self._waiting) if paused else ()
+        if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
         self._prefetch_waiting()
         plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(failed))
@@ -213,6 +227,19 @@ class Scheduler:
             state.num_pending_tokens += sequence.is_sampled
         return plan
 
+    def _seat_to_give(self) -> RequestState | None:
+        """The running request whose seat goes to the tenant that was served least, of those that were served more and
+        have more seats by weight even then. None while a seat is free, or the step has no tokens left for it."""
+        if len(self._running) < self._max_running:
+            return None
+        tenant = self._waiting.least_served_ready()
+        if tenant is None or sum(num for _, num in self._next_tokens()) >= self._max_num_batched_tokens:
+            return None
+        num_seats = (tenant.num_running + 1) / tenant.weight
+        served_more = [state for state in self._running if state.share.served > tenant.served]
+        others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
+        return _last(others) if others else None
+
     def _next_tokens(self) -> Iterator[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""
         budget = self._max_num_batched_tokens
@@ -223,60 +250,66 @@ class Scheduler:
                 budget -= min(num_tokens, budget)
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
-        """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the newest."""
+        """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the
+        last."""
         budget = self._max_num_batched_tokens
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
-                self._give_way(self._running[-1], keeps_kv=False)
+                later = self._running[self._running.index(state) :]  # those before it are in the step already
+                self._give_way(_last(later), keeps_kv=False)
             if state.status is not RequestStatus.RUNNING:
-                break  # it was the newest and was preempted itself
+                continue  # it was preempted itself, or for one before it
             scheduled.append(_scheduled(state, num_tokens))
             budget -= num_tokens
         return budget
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
         """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest
-        first; for one that is to run, those that came after it, or all if others were paused for it or nothing runs.
+        first; for one that is to run, those that came after it or whose tenant was served more, or all if others were
+        paused for it or nothing runs.
         """
         request_id, num_tokens = state.request.request_id, state.num_scheduled_tokens + num_tokens
         is_first = state.status is RequestStatus.RUNNING or self._turns.is_called(state) or not self._running
         while not self._blocks.reserve(request_id, num_tokens):
-            if not self._drop_newest_kv(besides=state, after=-1 if is_first else state.arrival_index):
+            if not self._drop_newest_kv(besides=state, is_any=is_first):
                 return False
         return True
 
-    def _drop_newest_kv(self, besides: RequestState | None = None, after: int = -1) -> bool:
-        """Of the newest paused request, if it came `after`; whether there was one."""
-        paused = (state for state in reversed(self._waiting) if state.keeps_kv and state is not besides)
-        newest = next(paused, None)
-        if newest is None or newest.arrival_index <= after:
-            return False
-        self._drop_kv(newest)
-        return True
+    def _drop_newest_kv(self, besides: RequestState | None = None, is_any: bool = True) -> bool:
+        """Of the newest paused request; `is_any` False: of those that go after `besides`; whether there was one."""
+        for state in reversed(self._paused):
+            if state is not besides and (is_any or besides is None or _goes_after(state, besides)):
+                self._drop_kv(state)
+                return True
+        return False
 
     def _schedule_waiting(self, scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int) -> None:
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
         num_seats = self._max_running - self._num_seats_taken - sum(len(mix) - 1 for mix in self._mixes)
-        for state in self._turns.queue(self._waiting):
-            if budget <= 0 or num_seats <= 0:
-                break
-            if state.preempted_at_step == self._turns.step_id:
-                continue  # it was preempted in this very step
-            if state.request.request_id in self._leaving:
-                continue  # one of this name ended, and its KV is in use until the next commit
+        admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
+        while budget > 0 and num_seats > 0 and (state := admission.next()) is not None:
+            if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
+                admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
+                continue
             num_taken = self._seats_for(state.request.mix)
-            if num_taken > num_seats and self._running:
+            if num_taken > num_seats and self._running and state.request.mix not in blocked:
                 break  # first come, first served
             try:
-                is_ready = (state.grammar is None or state.grammar.is_ready()) and self._acquire_adapter(state, blocked)
+                if state.grammar is not None and not state.grammar.is_ready():
+                    admission.pass_over(state)
+                    continue
+                waits_for = self._acquire_adapter(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
                 failed.append(self._finish(state, FinishReason.ERROR, error=error))
                 continue
-            if is_ready:
-                num_tokens = self._admit(state, budget, scheduled)
-                if num_tokens == 0:
-                    break  # out of KV: first come, first served
-                budget, num_seats = budget - num_tokens, num_seats - num_taken
+            if waits_for is not None:
+                admission.block(state, waits_for)
+                continue
+            num_tokens = self._admit(state, budget, scheduled)
+            if num_tokens == 0:
+                break  # out of KV: first come, first served
+            budget, num_seats = budget - num_tokens, num_seats - num_taken
+        admission.close()
 
     def _seats_for(self, mix: tuple[MixPart, ...]) -> int:
         """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters.
@@ -292,10 +325,13 @@ class Scheduler:
             return len(self._running)
         return sum(not state.is_last_token_pending(self._max_model_len) for state in self._running)
 
-    def _acquire_adapter(self, state: RequestState, blocked: dict[int | tuple[MixPart, ...], WaitsFor]) -> bool:
+    def _acquire_adapter(
+        self, state: RequestState, blocked: dict[int | tuple[MixPart, ...], WaitsFor]
+    ) -> WaitsFor | None:
+        """What it waits for; None when there is a reference."""
         adapter_id, mix, residency = state.request.adapter_id, state.request.mix, self._residency
         if adapter_id is None:
-            return True
+            return None
         assert residency is not None, "a request for an adapter in an engine without LoRA"
         asked = mix or adapter_id
         if asked not in blocked:
@@ -303,12 +339,9 @@ class Scheduler:
             if result.waits_for is None:
                 state.lora_slot, state.mix_slots = result.lora_slot, result.mix_slots
                 self._check_prompt(state, result.vocab_size)
-                return True
+                return None
             blocked[asked] = result.waits_for
-        state.waits_for = blocked[asked]
-        if state.waits_since_step is None:
-            state.waits_since_step = self._turns.step_id
-        return False
+        return blocked[asked]
 
     def _check_prompt(self, state: RequestState, vocab_size: int | None) -> None:
         """Once its adapter is loaded; raises InvalidRequestError, without the adapter."""
@@ -337,15 +370,19 @@ class Scheduler:
                 self._release_adapter(state)
         if not is_reserved:
             return 0
-        self._waiting.remove(state)
+        waited_for = self._waiting.remove(state)
         self._running.append(state)
+        self.num_admitted["nothing" if waited_for is None else waited_for.value] += 1
+        if state.keeps_kv:
+            self._paused.remove(state)
         state.status, state.keeps_kv = RequestStatus.RUNNING, False
-        self.num_admitted["nothing" if state.waits_for is None else state.waits_for.value] += 1
-        state.waits_for = state.waits_since_step = None
+        if not state.num_tokens_admitted:
+            state.share.charge_prompt(state.num_unscheduled_tokens)
         state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
             state.num_cached_tokens = state.num_computed_tokens
             self.num_prompt_tokens += state.num_prompt_tokens
+        state.share.num_running += 1
         self._turns.begin(state)
         if state.request.mix:
             self._mixes[state.request.mix] += 1
@@ -355,8 +392,8 @@ class Scheduler:
 
     def _prefetch_waiting(self) -> None:
         if self._residency is not None:
-            for state in self._waiting[:PREFETCH_DEPTH]:
-                for adapter_id in state.request.adapter_ids if state.waits_for is None else ():
+            for state in self._waiting.first(PREFETCH_DEPTH):
+                for adapter_id in state.request.adapter_ids:
                     self._residency.prefetch(adapter_id)
 
     def _give_way(self, state: RequestState, *, keeps_kv: bool) -> None:
@@ -365,7 +402,8 @@ class Scheduler:
         self._leave_running(state, keeps_kv=True)
         state.status, state.keeps_kv = RequestStatus.PREEMPTED, True
         state.preempted_at_step = self._turns.step_id
-        insort(self._waiting, state, key=lambda waiting: waiting.arrival_index)
+        self._waiting.put_back(state)
+        insort(self._paused, state, key=_arrival_index)
         self.num_pauses += keeps_kv
         if not keeps_kv:
             self._drop_kv(state)
@@ -376,6 +414,8 @@ class Scheduler:
         state.num_computed_tokens = state.num_scheduled_tokens = 0
         state.num_preemptions += state.keeps_kv
         self.num_preemptions += state.keeps_kv
+        if state.keeps_kv:
+            self._paused.remove(state)
         state.keeps_kv = False
 
     # ----------------------------------------------------------------------------------------------------------- commit
@@ -422,6 +462,7 @@ class Scheduler:
             return self._finish(state, FinishReason.ERROR, error=token.error)
         state.append(token.token_id)
         self.num_generated_tokens += 1
+        state.share.charge_output()
         reason = state.finish_reason(token.token_id, self._max_model_len)
         return token_output(state, token) if reason is None else self._finish(state, reason, token)
 
@@ -442,13 +483,16 @@ class Scheduler:
         else:
             self._waiting.remove(state)
             if state.keeps_kv:
+                self._paused.remove(state)
                 self._blocks.free(state.request.request_id)
         state.status = RequestStatus.FINISHED
+        state.share.num_requests -= 1
         del self._states[state.request.request_id]
 
     def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
         """Adapter reference and KV, unless it keeps that, return now, or when the last step that runs it commits."""
         self._running.remove(state)
+        state.share.num_running -= 1
         if state.request.mix:
             self._mixes -= Counter((state.request.mix,))
         for adapter_id in state.request.adapter_ids:
@@ -489,8 +533,11 @@ class Scheduler:
         self._check_steps_in_flight()
         assert self._turns.adapter_ids == self.adapters_of(RequestStatus.RUNNING)
         assert self._mixes == Counter(state.request.mix for state in self._running if state.request.mix)
-        arrivals = [state.arrival_index for state in self._waiting]
-        assert arrivals == sorted(arrivals), "the queue is out of order"
+        assert self._paused == [state for state in self._waiting if state.keeps_kv]
+        self._waiting.check_integrity()
+        states, active = self._states.values(), self._shares.active()
+        assert Counter(state.share for state in states) == {share: share.num_requests for share in active}
+        assert sum(share.num_running for share in active) == len(self._running)
 
     def _check_steps_in_flight(self) -> None:
         in_flight = [sequence for plan in self._uncommitted for sequence in plan.sequences]
@@ -504,6 +551,22 @@ class Scheduler:
 def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
     start = state.num_scheduled_tokens
     return ScheduledSequence(state, start, num_tokens, is_sampled=num_tokens == state.num_unscheduled_tokens)
+
+
+def _arrival_index(state: RequestState) -> int:
+    return state.arrival_index
+
+
+def _last(states: Sequence[RequestState]) -> RequestState:
+    """Of requests in order of admission: of the tenant that was served most, then by priority, the newest."""
+    return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
+
+
+def _goes_after(state: RequestState, other: RequestState) -> bool:
+    """Whether its KV is given to the other: it came later, or its tenant was served more."""
+    if state.share is other.share:
+        return state.arrival_index > other.arrival_index
+    return state.share.served > other.share.served
 
 
 def _runs_on(request: Request, adapter_id: int) -> bool:

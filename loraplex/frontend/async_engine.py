@@ -68,6 +68,7 @@ from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.processor import PreparedRequest
 from loraplex.text.request_text import RequestText
@@ -277,6 +278,7 @@ class AsyncEngine(AdapterVerbs):
         model: AdapterChoice = None,
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         held: HeldAdapters | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -298,6 +300,7 @@ class AsyncEngine(AdapterVerbs):
                 adapter=adapter_ref(refs, model),
                 lora_request=lora_request,
                 cache_salt=cache_salt,
+                claim=claim,
                 add_special_tokens=add_special_tokens,
                 text=self._front.text_for(refs),
             )

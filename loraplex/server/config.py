@@ -17,6 +17,7 @@ from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setti
 from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings
 from loraplex.private_folder import private_folder
+from loraplex.sampling_params import MAX_PRIORITY
 from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
 from loraplex.text.tools.answer import REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -184,6 +185,12 @@ class ServerSettings:
         "longest time of a generation request, waiting included; then it ends with 504 (default: no limit)",
         group="Limits",
     )
+    max_priority: int = setting(
+        0,
+        "most levels that the `priority` of a request may go before (negative) or after others of its key; 0 refuses "
+        "other priorities than 0",
+        group="Limits",
+    )
     probe_timeout_s: float = setting(
         10.0, "longest time for the token of `GET /health?probe=generate`, waiting included", group="Limits"
     )
@@ -231,10 +238,7 @@ class ServerSettings:
                     self.max_engine_restarts is None or self.max_engine_restarts >= 0,
                     f"max_engine_restarts must be >= 0, got {self.max_engine_restarts}",
                 ),
-                (
-                    self.max_request_s is None or 0 < self.max_request_s < inf,
-                    f"max_request_s must be > 0, got {self.max_request_s}",
-                ),
+                *self._request_checks(),
                 (0 < self.probe_timeout_s < inf, f"probe_timeout_s must be > 0, got {self.probe_timeout_s}"),
                 (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
                 (
@@ -274,6 +278,18 @@ class ServerSettings:
             (
                 self.reasoning_parser in (None, *REASONING_PARSERS),
                 f"reasoning_parser must be one of {REASONING_PARSERS}, got {self.reasoning_parser!r}",
+            ),
+        ]
+
+    def _request_checks(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                self.max_request_s is None or 0 < self.max_request_s < inf,
+                f"max_request_s must be > 0, got {self.max_request_s}",
+            ),
+            (
+                0 <= self.max_priority <= MAX_PRIORITY,
+                f"max_priority must be 0..{MAX_PRIORITY}, got {self.max_priority}",
             ),
         ]
 

@@ -12,6 +12,7 @@ from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.structured.params import StructuredOutputsParams
 
 P = ParamSpec("P")
@@ -168,6 +169,7 @@ class EngineSurface(Protocol):
         *,
         model: AdapterChoice = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         held: HeldAdapters | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs. held: what `hold_adapters(model)` gave; the first look at an output takes it."""

@@ -25,6 +25,7 @@ from loraplex.errors import (
     RequestAbortedError,
     RequestTimeoutError,
 )
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.model_names import Target
@@ -96,7 +97,8 @@ class Deadline:
 class Generation:
     """What the client asked for, resolved. `model` is the name that the answer gives back.
 
-    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. shows_cached_tokens:
+    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. claim: of
+    the owner's share. shows_cached_tokens:
     false where a cached token may be another client's. hides_paths: errors name no place of this machine.
     """
 
@@ -105,6 +107,7 @@ class Generation:
     model: str
     items: tuple[GenerationItem, ...]
     cache_salt: str = ""
+    claim: Claim = NO_CLAIM
     shows_cached_tokens: bool = True
     hides_paths: bool = False
     deadline: Deadline | None = None
@@ -226,6 +229,7 @@ class Generator:
             item.engine_request_id,
             model=item.target.address,
             cache_salt=generation.cache_salt,
+            claim=generation.claim,
             held=item.target.held,
         )
         with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):

@@ -13,10 +13,11 @@ from typing import Annotated, Protocol
 from fastapi import APIRouter, Query, Request, Response
 
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
-from loraplex.errors import LoraplexError
+from loraplex.errors import InvalidRequestError, LoraplexError
+from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError, error_reply
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import KEYLESS, caller_of
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
@@ -222,10 +223,20 @@ class OpenAIRoutes:
             model=self._context.names.answer_name(body.model, items[0].adapter if len(choices) == 1 else None),
             items=items,
             cache_salt=caller_of(request).owner + (body.cache_salt or ""),
+            claim=self._claim(request, body.priority),
             hides_paths=not caller_of(request).is_admin,
             shows_cached_tokens=self._context.config.shows_cached_tokens,
             deadline=Deadline.of(arrived_s, body.timeout, self._context.config.max_request_s),
         )
+
+    def _claim(self, request: Request, priority: int) -> Claim:
+        """A key's requests are a tenant's; without keys all are of one. Raises InvalidRequestError for the priority."""
+        most = self._context.config.max_priority
+        if abs(priority) > most:
+            text = f"priority is {priority}, and --max-priority {most} allows {-most} to {most}"
+            raise InvalidRequestError(text if most else f"{text}; leave it out", param="priority")
+        caller = caller_of(request)
+        return Claim("" if caller == KEYLESS else caller.fingerprint, priority=priority)
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:
         """The answer, or its stream. A stream begins with the first output, so earlier errors have their status."""

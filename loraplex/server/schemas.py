@@ -18,6 +18,7 @@ from loraplex.sampling_params import (
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PRIORITY,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -196,6 +197,7 @@ class SamplingFields(RequestModel):
         Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
     ] = Field(default_factory=dict)
     user: Label | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     min_p: Share = 0.0
     repetition_penalty: Annotated[float, documented(minimum=0.001, maximum=10)] = 1.0
@@ -248,7 +250,6 @@ class SamplingFields(RequestModel):
         "kv_transfer_params": ({},),
         "length_penalty": (1,),
         "logprob_token_ids": (),
-        "priority": (0,),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
         "stream_interval": (1,),

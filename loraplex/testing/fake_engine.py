@@ -30,6 +30,7 @@ from loraplex.performance.profile import Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.structured.grammars import GrammarCompiler
 from loraplex.structured.params import StructuredOutputsParams
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
@@ -89,6 +90,7 @@ class FakeRequest:
     model: AdapterChoice
     cache_salt: str
     adapter_ids: tuple[int, ...] = ()
+    claim: Claim = NO_CLAIM
 
 
 @dataclass(eq=False, slots=True)
@@ -228,6 +230,7 @@ class FakeAsyncEngine(AdapterVerbs):
         model: AdapterChoice = None,
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         held: HeldAdapters | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -241,7 +244,7 @@ class FakeAsyncEngine(AdapterVerbs):
         token_ids = tuple(self._tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
         refs = self._refs(model, LoRARegistry.acquire) if held is None else held.take()
         run = self._runs[request_id] = _Run(tuple(ref.adapter_id for ref in refs))
-        self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt, run.adapter_ids))
+        self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt, run.adapter_ids, claim))
         failure = self._failures.pop(0) if self._failures else None
         is_finished = False
         try:

@@ -29,6 +29,7 @@ from loraplex.core import (
 )
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
 from loraplex.performance.requests import RequestRecorder
+from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.text.detokenizer import IncrementalDetokenizer, prompt_context
 from loraplex.text.output_collections import GrowingCompletion, PackedLogprobs, Prefix, TextPieces
 from loraplex.text.request_text import RequestText
@@ -121,6 +122,7 @@ class InputProcessor:
         adapter: AdapterRef | None = None,
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
+        claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         text: RequestText | None = None,
     ) -> PreparedRequest:
@@ -155,6 +157,7 @@ class InputProcessor:
                     mix=() if adapter is None else adapter.mix,
                     adapter_from=adapter_from,
                     max_model_len=side.max_model_len or 0,
+                    claim=claim,
                 )
             )
         words = prompt if isinstance(prompt, str) else None

@@ -23,6 +23,7 @@ from loraplex.engine.schedule_plan import RequestStatus, SampledToken, ScheduleP
 from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import AdapterUnavailableError, EngineError
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.sampling_params import NO_CLAIM, Claim
 
 EOS = 99
 
@@ -101,6 +102,7 @@ class Harness:
         length: int = 4,
         adapter: int | tuple[int, ...] | None = None,
         max_tokens: int = 4,
+        claim: Claim = NO_CLAIM,
         **params,
     ) -> None:
         """adapter: several are a mix."""
@@ -117,6 +119,7 @@ class Harness:
                 adapter_id=adapter[0] if isinstance(adapter, tuple) else adapter,
                 adapter_digest=digest,
                 mix=mix,
+                claim=claim,
             )
         )
 

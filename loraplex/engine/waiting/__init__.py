@@ -1,0 +1,1 @@
+"""Requests that wait: in which order they are admitted, and what each tenant was served."""

@@ -1,0 +1,442 @@
+"""The waiting requests in the order of admission. A step costs what it admits and asks for, not the queue's length.
+
+Requests of one tenant, one priority and one content (an adapter, a mix, or the base) are a line, in order of arrival;
+one that ran before, or for which others were paused, is a line of its own. Only heads of lines are looked at:
+
+    which tenant    the one that was served least (shares.py)
+    which line      the least rank of a head: arrival_step + priority * PRIORITY_STEPS, then the order of arrival
+    which is next   the line's head; when its content is not there, the whole line lets others pass
+
+So a level of priority is worth PRIORITY_STEPS steps of waiting, within the tenant: no request starves, and none of
+another tenant comes later. With one tenant and one priority the order is that of arrival.
+
+What a request waits for is kept in two places. `_Content.cause`: what its adapters were last found to wait for.
+`_Line.passed`: up to which rank of the line others went past, since which step; a request that none went past waits for
+a seat. A head was passed before those behind it, and came before them, so it is the line's furthest behind.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from loraplex.core import MixPart, WaitsFor
+from loraplex.engine.schedule_plan import RequestState
+from loraplex.engine.waiting.keyed_heap import KeyedHeap
+from loraplex.engine.waiting.shares import TenantShare
+
+Rank = tuple[int, int]
+ContentKey = int | tuple[MixPart, ...] | None
+
+SEAT = "seat"
+"""What requests wait for that wait for no adapter."""
+
+
+class _Content:
+    """An adapter, a mix, or the base: what it was last found to wait for, and the lines of requests for it."""
+
+    __slots__ = ("adapter_ids", "cause", "key", "lines")
+
+    def __init__(self, key: ContentKey, adapter_ids: tuple[int, ...]) -> None:
+        self.key = key
+        self.adapter_ids = adapter_ids
+        self.cause: WaitsFor | None = None
+        self.lines: dict[_Line, None] = {}
+
+
+class _Line:
+    """Requests of one tenant, priority and content, by order of arrival.
+
+    passed: (rank, step), both growing: requests before the rank were first passed in the step. counted: cause and
+    length, as in the queue's counts.
+    """
+
+    __slots__ = ("content", "counted", "key", "lacks_room", "lane", "members", "passed")
+
+    def __init__(self, lane: _Lane, content: _Content, key: object) -> None:
+        self.lane = lane
+        self.content = content
+        self.key = key  # None: a line of its own
+        self.members: OrderedDict[int, RequestState] = OrderedDict()
+        self.passed: deque[tuple[Rank, int]] = deque()
+        self.counted = SEAT, 0
+        self.lacks_room: RequestState | None = None  # the head, while it does
+
+    @property
+    def head(self) -> RequestState:
+        return next(iter(self.members.values()))
+
+    @property
+    def last(self) -> RequestState:
+        return next(reversed(self.members.values()))
+
+    def is_passed(self, state: RequestState) -> bool:
+        return bool(self.passed) and state.rank < self.passed[-1][0]
+
+    def cause_of(self, state: RequestState) -> WaitsFor | None:
+        return self.content.cause if self.is_passed(state) else None
+
+    def let_pass(self, before: Rank | None, step_id: int) -> None:
+        """Others went past those before the rank; None: past all."""
+        last = self.last.rank
+        before = (last[0], last[1] + 1) if before is None or before > last else before
+        if not self.passed or self.passed[-1][0] < before:
+            self.passed.append((before, step_id))
+
+
+class _Lane:
+    """A tenant's lines, and which heads wait for room."""
+
+    __slots__ = ("lines", "num_waiting", "room", "share")
+
+    def __init__(self, share: TenantShare) -> None:
+        self.share = share
+        self.num_waiting = 0
+        self.lines: KeyedHeap[_Line] = KeyedHeap()
+        self.room = _RoomWaiters()
+
+
+class _RoomWaiters:
+    """Lines whose heads wait for room, by how far these are behind.
+
+    Lags all grow by one a step, so their order is that of `starting_lag`. Those that are `aging_steps` behind or more
+    are equal, and the one that waits longest is first.
+    """
+
+    __slots__ = ("_old", "_young")
+
+    def __init__(self) -> None:
+        self._young: KeyedHeap[_Line] = KeyedHeap()
+        self._old: KeyedHeap[_Line] = KeyedHeap()
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def put(self, line: _Line, head: RequestState) -> None:
+        self._old.discard(line)
+        self._young.put(line, (head.starting_lag, line.passed[0][1], head.arrival_index))
+
+    def discard(self, line: _Line) -> None:
+        self._young.discard(line)
+        self._old.discard(line)
+
+    def furthest_behind(self, step_id: int, aging_steps: int) -> RequestState | None:
+        while (line := self._young.first()) is not None and self._young.key(line)[0] <= step_id - aging_steps:
+            self._old.put(line, self._young.key(line)[1:])
+            self._young.discard(line)
+        line = self._old.first() or line
+        return None if line is None else line.head
+
+
+class WaitingQueue:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[TenantShare, _Lane] = {}  # of tenants that wait
+        self._order: KeyedHeap[_Lane] = KeyedHeap()  # by what they were served, or less: it only grows
+        self._rooms: dict[_Lane, None] = {}  # in which heads wait for room
+        self._lines: dict[object, _Line] = {}  # to which requests that arrive are added
+        self._line_of: dict[RequestState, _Line] = {}
+        self._contents: dict[ContentKey, _Content] = {}
+        self._contents_of: dict[int, dict[_Content, None]] = {}  # by adapter
+        self._arrivals: OrderedDict[int, RequestState] = OrderedDict()  # those that did not run yet
+        self._returned: list[RequestState] = []  # those that did, by arrival
+        self._by_cause: Counter[str] = Counter()
+        self._last_left: TenantShare | None = None
+
+    def __len__(self) -> int:
+        return len(self._line_of)
+
+    def __contains__(self, state: RequestState) -> bool:
+        return state in self._line_of
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """By arrival; walks the queue."""
+        return iter(sorted(self._line_of, key=_arrival_index))
+
+    # ------------------------------------------------------------------------------------------------- come and go
+
+    def arrive(self, state: RequestState) -> None:
+        """A request comes. Its tenant is lifted when it has no other here."""
+        lane = self._lanes.get(state.share)
+        if lane is None:
+            state.share.served = max(state.share.served, self._floor())
+        key = state.share, state.request.claim.priority, _content_key(state)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = self._open(state, key)
+        self._arrivals[state.arrival_index] = state
+        self._join(line, state)
+
+    def put_back(self, state: RequestState) -> None:
+        """A request that ran waits again, at its place."""
+        insort(self._returned, state, key=_arrival_index)
+        self._join(self._open(state, None), state)
+
+    def remove(self, state: RequestState) -> WaitsFor | None:
+        """It is admitted, or ended; returns what it waited for, None for a seat."""
+        line = self._line_of[state]
+        cause = line.cause_of(state)
+        del self._line_of[state]
+        self._leave(line, state)
+        if self._arrivals.pop(state.arrival_index, None) is None:
+            self._returned.remove(state)
+        return cause
+
+    def set_apart(self, state: RequestState) -> None:
+        """It gets a line of its own, since it goes before its line, or is passed over alone."""
+        line = self._line_of[state]
+        if line.key is None:
+            return
+        since = next((step_id for before, step_id in line.passed if state.rank < before), None)
+        own = self._open(state, None)
+        self._join(own, state)
+        if since is not None:
+            own.let_pass(None, since)
+            self._look(own)
+        self._leave(line, state)
+
+    def _floor(self) -> float:
+        least = self._least_served()
+        if least is not None:
+            return least.share.served
+        return 0.0 if self._last_left is None else self._last_left.served
+
+    def _least_served(self) -> _Lane | None:
+        while (lane := self._order.first()) is not None and self._order.key(lane) < lane.share.served:
+            self._order.put(lane, lane.share.served)
+        return lane
+
+    def _open(self, state: RequestState, key: object) -> _Line:
+        lane = self._lanes.get(state.share)
+        if lane is None:
+            lane = self._lanes[state.share] = _Lane(state.share)
+            self._order.put(lane, state.share.served)
+        content_key = _content_key(state)
+        content = self._contents.get(content_key)
+        if content is None:
+            content = self._contents[content_key] = _Content(content_key, state.request.adapter_ids)
+            for adapter_id in content.adapter_ids:
+                self._contents_of.setdefault(adapter_id, {})[content] = None
+        line = _Line(lane, content, key)
+        content.lines[line] = None
+        return line
+
+    def _join(self, line: _Line, state: RequestState) -> None:
+        self._line_of[state] = line
+        line.members[state.arrival_index] = state
+        line.lane.num_waiting += 1
+        if len(line.members) == 1:
+            line.lane.lines.put(line, state.rank)
+        self._count(line)
+
+    def _leave(self, line: _Line, state: RequestState) -> None:
+        is_head = line.head is state
+        del line.members[state.arrival_index]
+        line.lane.num_waiting -= 1
+        if not line.members:
+            self._close(line)
+        elif is_head:
+            line.lane.lines.put(line, line.head.rank)
+            self._look(line)
+        else:
+            self._count(line)
+
+    def _close(self, line: _Line) -> None:
+        lane, content = line.lane, line.content
+        lane.lines.discard(line)
+        if line.key is not None:
+            del self._lines[line.key]
+        self._look(line)
+        del content.lines[line]
+        if not content.lines:
+            del self._contents[content.key]
+            for adapter_id in content.adapter_ids:
+                del self._contents_of[adapter_id][content]
+                if not self._contents_of[adapter_id]:
+                    del self._contents_of[adapter_id]
+        if not lane.num_waiting:
+            del self._lanes[lane.share]
+            self._order.discard(lane)
+            self._last_left = lane.share
+
+    def _look(self, line: _Line) -> None:
+        """The head is another, or was passed, or waits for something else."""
+        head = line.head if line.members else None
+        while head is not None and line.passed and line.passed[0][0] <= head.rank:
+            line.passed.popleft()
+        lacking = head if head is not None and line.cause_of(head) is WaitsFor.ROOM else None
+        if lacking is not line.lacks_room:
+            line.lacks_room, room = lacking, line.lane.room
+            if lacking is not None:
+                room.put(line, lacking)
+                self._rooms[line.lane] = None
+            else:
+                room.discard(line)
+                if not room:
+                    del self._rooms[line.lane]
+        self._count(line)
+
+    def _count(self, line: _Line) -> None:
+        cause, length = line.counted
+        self._by_cause[cause] -= length
+        waits_for = line.cause_of(line.head) if line.members else None
+        cause = SEAT if waits_for is None else waits_for.value
+        line.counted = cause, len(line.members)
+        self._by_cause[cause] += len(line.members)
+
+    # --------------------------------------------------------------------------------------------------- what waits
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether a request waits for room on the device."""
+        return bool(self._rooms)
+
+    def waits_for_room(self, state: RequestState) -> bool:
+        line = self._line_of.get(state)
+        return line is not None and line.cause_of(state) is WaitsFor.ROOM
+
+    def furthest_behind(self, step_id: int, aging_steps: int) -> RequestState | None:
+        """What lacks room and is furthest behind, of the tenant that was served least; see AdapterTurns."""
+        lane = min(self._rooms, key=_served, default=None)
+        return None if lane is None else lane.room.furthest_behind(step_id, aging_steps)
+
+    def least_served_ready(self) -> TenantShare | None:
+        """The tenant that was served least of those that wait, unless its first request waits for an adapter."""
+        lane = self._least_served()
+        line = None if lane is None else lane.lines.first()
+        return None if lane is None or line is None or line.cause_of(line.head) is not None else lane.share
+
+    def by_cause(self) -> Mapping[str, int]:
+        """How many wait for what; a line waits for what its head does."""
+        return {cause: self._by_cause[cause] for cause in (SEAT, WaitsFor.LOAD.value, WaitsFor.ROOM.value)}
+
+    def adapter_ids(self) -> set[int]:
+        return set(self._contents_of)
+
+    def states_of(self, adapter_id: int) -> list[RequestState]:
+        """Requests through an adapter, in no order."""
+        contents = self._contents_of.get(adapter_id, ())
+        return [state for content in contents for line in content.lines for state in line.members.values()]
+
+    def first(self, num_states: int) -> list[RequestState]:
+        """Of the first that came, those that wait for no adapter."""
+        ahead = self._returned[:num_states]
+        for state, _ in zip(self._arrivals.values(), range(num_states), strict=False):
+            ahead.append(state)
+        if self._returned:
+            ahead.sort(key=_arrival_index)
+        return [state for state in ahead[:num_states] if self._line_of[state].cause_of(state) is None]
+
+    # ---------------------------------------------------------------------------------------------------- admission
+
+    def admission(self, called: Sequence[RequestState], step_id: int) -> Admission:
+        """A look through the queue; `called` come first."""
+        return Admission(self, called, step_id)
+
+    def found(self, line: _Line, cause: WaitsFor) -> None:
+        content = line.content
+        if content.cause is not cause:
+            content.cause = cause
+            for each in content.lines:
+                self._look(each)
+
+    def check_integrity(self) -> None:
+        """Assert that every request is in one line, and that counts and heads are those of the lines."""
+        lines = {line: None for content in self._contents.values() for line in content.lines}
+        members = {state: line for line in lines for state in line.members.values()}
+        assert members == self._line_of
+        assert {line for line in lines if line.key is not None} == set(self._lines.values())
+        assert sorted([*self._arrivals, *map(_arrival_index, self._returned)]) == sorted(map(_arrival_index, members))
+        for line in lines:
+            assert line.members, "a line is empty"
+            assert list(line.members) == sorted(line.members), "a line is out of order"
+            assert line in line.lane.lines
+            assert line.lane.lines.key(line) == line.head.rank
+            is_room = line.cause_of(line.head) is WaitsFor.ROOM
+            assert (line.lacks_room is line.head) == is_room
+        for share, lane in self._lanes.items():
+            assert lane.num_waiting == sum(state.share is share for state in members) > 0
+            assert lane in self._order
+            num_lacking = sum(line.lacks_room is not None for line in lines if line.lane is lane)
+            assert (len(lane.room), lane in self._rooms) == (num_lacking, num_lacking > 0)
+        assert sum(self._by_cause.values()) == len(members)
+
+
+class Admission:
+    """One look through the queue: `next`, and then `pass_over`, `block` or the queue's `remove` of what it gave.
+
+    Close it: what let others pass is marked then.
+    """
+
+    def __init__(self, queue: WaitingQueue, called: Sequence[RequestState], step_id: int) -> None:
+        """called: these are first."""
+        self._queue = queue
+        self._called = deque(called)
+        self._step_id = step_id
+        self._aside: list[_Line] = []
+        self._empty: list[_Lane] = []
+        self._reached: dict[_Lane, Rank | None] = {}  # those before it were looked at; None: all
+        self._blocked: list[tuple[_Line, bool]] = []
+
+    def next(self) -> RequestState | None:
+        """The request that comes next, until it is removed or set aside; None when there is none."""
+        queue = self._queue
+        while self._called:
+            if self._called[0] in queue:
+                return self._called[0]
+            self._called.popleft()
+        while (lane := queue._least_served()) is not None:
+            line = lane.lines.first()
+            if line is not None:
+                state = line.head
+                self._reached[lane] = state.rank
+                return state
+            self._reached[lane] = None
+            queue._order.discard(lane)
+            self._empty.append(lane)
+        return None
+
+    def pass_over(self, state: RequestState) -> None:
+        """It does not run in this step, whatever room there is, and waits as before."""
+        self._queue.set_apart(state)
+        self._set_aside(state)
+
+    def block(self, state: RequestState, cause: WaitsFor) -> None:
+        """Its adapter is not there: it and those behind it in its line let others pass."""
+        line, is_called = self._set_aside(state)
+        self._blocked.append((line, is_called))
+        self._queue.found(line, cause)
+
+    def _set_aside(self, state: RequestState) -> tuple[_Line, bool]:
+        is_called = bool(self._called) and self._called[0] is state
+        if is_called:
+            self._called.popleft()
+        line = self._queue._line_of[state]
+        line.lane.lines.discard(line)
+        self._aside.append(line)
+        return line, is_called
+
+    def close(self) -> None:
+        queue = self._queue
+        for line, is_called in self._blocked:
+            line.let_pass(None if is_called else self._reached[line.lane], self._step_id)
+            queue._look(line)
+        for line in self._aside:
+            line.lane.lines.put(line, line.head.rank)
+        for lane in self._empty:
+            if lane.num_waiting:
+                queue._order.put(lane, lane.share.served)
+
+
+def _content_key(state: RequestState) -> ContentKey:
+    return state.request.mix or state.request.adapter_id
+
+
+def _arrival_index(state: RequestState) -> int:
+    return state.arrival_index
+
+
+def _served(lane: _Lane) -> float:
+    return lane.share.served
