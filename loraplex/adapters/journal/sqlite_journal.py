@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import sqlalchemy as sa
+
 from loraplex.adapters.journal.copies import JournalCopies, time_of
 from loraplex.adapters.journal.damage import summary
 from loraplex.adapters.journal.state_directory import StateDirectory
@@ -117,6 +119,10 @@ class SqliteJournal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def open_state(self) -> sa.Engine:
+        """Further connections to the file, for tables of others than the registry."""
+        return sa.create_engine(sa.URL.create("sqlite", database=str(self._directory.journal_file)))
 
     def record(self, changes: Sequence[NameChange]) -> Future[None]:
         """As registry.Journal says. After `close` the future raises JournalError."""
