@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_plus
 
@@ -14,7 +13,6 @@ from fastapi.routing import APIRoute
 from loraplex.errors import LoraplexError
 from loraplex.server.api_error import MAX_SHOWN_CHARS, ApiError, unknown_parameter
 from loraplex.server.auth import Caller, caller_of
-from loraplex.server.model_names import has_adapter
 from loraplex.tenants.records import Role
 
 if TYPE_CHECKING:
@@ -137,8 +135,7 @@ def clean_error(error: LoraplexError, request: Request) -> None:
     """Leave in an error what its caller may see: for a tenant its own names, and nothing of how full the server is."""
     scope = caller_of(request).scope
     if scope.tenant is not None:
-        context: ServerContext = request.app.state.context
-        error.args = (scope.cleaned(error, partial(has_adapter, context.engine.registry)),)
+        error.args = (scope.cleaned(error, getattr(request.state, "hidden", ())),)
 
 
 def _forbidden(message: str, code: str) -> ApiError:

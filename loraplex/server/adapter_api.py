@@ -376,13 +376,13 @@ class AdapterRoutes:
     async def preload(self, name: str, request: Request) -> Response:
         """Promote now rather than with the first request."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        name, scope = self._names.own(request, name), caller_of(request).scope
+        name, scope = self._names.answering(request, name), caller_of(request).scope
         outcome = await self._verb(request, LoRARegistry.preload, name)
         return _json(ResidencyReply(scope.shown(name), outcome.is_new, scope.visible(outcome.evicted)))
 
     async def _change(self, request: Request, name: str, verb: Callable[[LoRARegistry, str], bool]) -> Response:
         self._registry(f"adapter {clipped(name)!r} was named")
-        name = self._names.own(request, name)
+        name = self._names.answering(request, name)
         return _json(ResidencyReply(caller_of(request).scope.shown(name), await self._verb(request, verb, name)))
 
     async def _verb(

@@ -113,6 +113,13 @@ class ModelNames:
         """Under which a name, or `name@N`, of a caller is registered; None: nothing that it may see answers."""
         return scope.find(name, partial(has_adapter, self._engine.registry))
 
+    def answering(self, registered: str) -> str:
+        """The name of the adapter that answers for a name now; the name itself where none does any longer."""
+        try:
+            return "" if self._engine.registry is None else self._engine.registry.resolve(registered).adapter_name
+        except AdapterNotFoundError:
+            return registered
+
     def _is_known(self, model: str, scope: Scope) -> bool:
         return model in self.served or self.find(model, scope) is not None
 

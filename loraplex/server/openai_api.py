@@ -28,6 +28,7 @@ from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EVENT_STREAM, PIECE_BYTES, EventStream, sse, until_disconnect
+from loraplex.server.tenants.callers_names import hide_targets
 from loraplex.server.tenants.metering import limits_of, within_context
 from loraplex.tenants.records import Scope
 
@@ -103,6 +104,7 @@ class OpenAIRoutes:
         self._check_num_sequences(num_prompts, body.n)
         adapters = self._adapters_of(body, num_prompts, caller_of(request).scope)
         client = client_of(request)
+        hide_targets(request, context.names, adapters)
         async with context.targets(adapters, client) as targets:
             params = await _sampling_params(body, targets)
             for each in params.values():
@@ -130,6 +132,7 @@ class OpenAIRoutes:
         self._check_num_sequences(1, body.n)
         client = client_of(request)
         adapter = context.names.choice_of(body.model, body.lora_path, body.mix, caller_of(request).scope)
+        hide_targets(request, context.names, [adapter])
         async with context.targets([adapter], client) as targets:
             target = targets[adapter]
             params = body.to_sampling_params(target.text.defaults)

@@ -222,7 +222,7 @@ def list_keys(tenant: str | None = None, /, *, state_dir: Path | None = None, da
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
     with _store(state_dir, database_url) as store:
-        for key in store.keys(tenant):
+        for key in store.keys_of(tenant):
             state = "revoked" if key.is_revoked else "valid"
             columns = (key.key_id, key.tenant or "-", key.role.value, _time(key.created_time), state, key.label)
             print("\t".join(columns))

@@ -11,7 +11,7 @@ import enum
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from loraplex.adapters.registry.views import NameQuery
 from loraplex.errors import (
     AdapterMemoryError,
     AdapterNoRoomError,
-    AdapterNotFoundError,
     EngineOverloadedError,
     InvalidRequestError,
     LoraplexError,
@@ -181,19 +180,21 @@ class Scope:
     def query(self, query: NameQuery) -> NameQuery:
         return query if self.tenant is None else ScopedQuery(**_fields_of(query), scope=self)
 
-    def cleaned(self, error: LoraplexError, is_known: Callable[[str], bool]) -> str:
-        """What of an error's message a tenant may read: no name but those that it may see, and nothing of how full the
-        server is, which is what others do."""
+    def cleaned(self, error: LoraplexError, hidden: Collection[str] = ()) -> str:
+        """What of an error's message a tenant may read: nothing of how full the server is, which is what others do.
+
+        hidden: adapters that answer for names of its own and that it may not see. Names that it sent itself are never
+        looked up: an error about one that exists must read as one about another that does not.
+        """
         if isinstance(error, EngineOverloadedError):
             return "the server is busy; try again later"
         if type(error) in (AdapterMemoryError, AdapterNoRoomError):
             return "there is no room for this adapter now: unpin or unload one of yours, or try again later"
 
         def shown_name(match: re.Match[str]) -> str:
-            name = match[1]
-            if self.may_see(name):
-                return f"'{self.shown(name)}'"
-            return "'(another adapter)'" if is_known(name) else match[0]
+            address = split_address(match[1])
+            is_hidden = (match[1] if address is None else address[0]) in hidden
+            return "'(another adapter)'" if is_hidden else f"'{self.shown(match[1])}'"
 
         return _QUOTED.sub(shown_name, error.message)
 
@@ -224,8 +225,3 @@ class ScopedQuery(NameQuery):
 
 def _fields_of(query: NameQuery) -> dict[str, Any]:
     return {name: getattr(query, name) for name in ("prefix", "contains", "after", "is_sorted")}
-
-
-def no_such_adapter(name: str) -> AdapterNotFoundError:
-    """Of a name that a caller may not see, and of one that does not exist."""
-    return AdapterNotFoundError(f"adapter {shown(name)} is not loaded; load it first")

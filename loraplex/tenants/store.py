@@ -155,7 +155,7 @@ class TenantStore:
 
     # ------------------------------------------------------------------------------------------------------------- keys
 
-    def keys(self, tenant: str | None = None) -> list[Key]:
+    def keys_of(self, tenant: str | None = None) -> list[Key]:
         """Of one tenant, or all; the oldest first, the revoked ones too."""
         query = sa.select(KEYS_TABLE).order_by(KEYS_TABLE.c.created_time, KEYS_TABLE.c.key_id)
         if tenant is not None:

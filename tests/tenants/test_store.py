@@ -80,7 +80,7 @@ def test_a_key_is_stored_as_its_digest(store: TenantStore) -> None:
     assert len(secret) == 3 + 43
     assert store.read().keys == {key_digest(secret): key}
     assert key.key_id == key_digest(secret).hex()[:8]
-    assert store.keys("acme") == [key]
+    assert store.keys_of("acme") == [key]
     if store.engine.dialect.name == "sqlite":
         data = Path(str(store.engine.url.database)).read_bytes()
         assert secret.encode() not in data
@@ -100,7 +100,7 @@ def test_a_role_and_its_tenant_fit(store: TenantStore, role: Role, tenant: str |
     store.create_tenant("acme")
     with pytest.raises(InvalidRequestError, match="role"):
         store.create_key(role, tenant)
-    assert store.keys() == []
+    assert store.keys_of() == []
 
 
 def test_a_revoked_key_opens_nothing(store: TenantStore) -> None:
@@ -109,7 +109,7 @@ def test_a_revoked_key_opens_nothing(store: TenantStore) -> None:
     other, other_secret = store.create_key(Role.READ_ONLY, "acme")
     assert store.revoke_key(key.key_id).is_revoked
     assert store.read().keys == {key_digest(other_secret): other}
-    assert [each.is_revoked for each in store.keys()] == [True, False]
+    assert [each.is_revoked for each in store.keys_of()] == [True, False]
     store.revoke_key(key.key_id)
     with pytest.raises(TenantNotFoundError):
         store.revoke_key("00000000")
@@ -311,7 +311,7 @@ DAMAGES = [
     "UPDATE tenant_keys SET key_id = '00000000' WHERE revoked_time IS NULL",
     "UPDATE tenant_keys SET role = 'admin' WHERE revoked_time IS NULL",
     "UPDATE tenant_keys SET tenant = NULL WHERE revoked_time IS NULL",
-    "UPDATE tenants SET limits = '{\"pins\": \"many\"}'",
+    'UPDATE tenants SET limits = \'{"pins": "many"}\'',
     "UPDATE tenants SET adapter_roots = 7",
     "UPDATE tenants SET name = 'A/B'",
     "UPDATE tenant_shares SET tenant = 'A/B'",
@@ -342,12 +342,12 @@ def test_a_repair_keeps_tenants_whole(state_dir: Path) -> None:
     """What is wrong elsewhere takes nothing of them."""
     filled(state_dir)
     with closing(open_store(state_dir, None)) as store:
-        before, keys, usage = store.read(), store.keys(), store.usage(UsageQuery(), 10)
+        before, keys, usage = store.read(), store.keys_of(), store.usage(UsageQuery(), 10)
     with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
         file.execute("INSERT INTO names VALUES ('odd', NULL, NULL, 0, '[]', 1, 0, 0.0)")
     assert repair.repair_state(state_dir).dropped == ("odd",)
     with closing(open_store(state_dir, None)) as store:
-        assert (store.read(), store.keys(), store.usage(UsageQuery(), 10)) == (before, keys, usage)
+        assert (store.read(), store.keys_of(), store.usage(UsageQuery(), 10)) == (before, keys, usage)
 
 
 def test_a_repair_from_a_copy_says_that_keys_are_old(state_dir: Path) -> None:

@@ -178,7 +178,7 @@ class TenantRoutes:
     @requires(Access.MANAGE)
     async def list_keys(self, query: Annotated[KeysQuery, Query()]) -> Response:
         """Every key, the revoked ones too, without the keys themselves: these are not stored."""
-        keys = await asyncio.to_thread(self._store.keys, query.tenant)
+        keys = await asyncio.to_thread(self._store.keys_of, query.tenant)
         return _json(ListReply([KeyCard.of(each) for each in keys]))
 
     @requires(Access.MANAGE_VERB)

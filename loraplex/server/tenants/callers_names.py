@@ -6,15 +6,17 @@ use but not change is 403, and everything else is as if it did not exist.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fastapi import Request
 
 from loraplex.adapters.registry import check_clients_name
 from loraplex.adapters.registry.adapter_name import check_adapter_name
-from loraplex.errors import InvalidRequestError, TenantForbiddenError, shown
+from loraplex.core import AdapterChoice, AdapterMix
+from loraplex.errors import AdapterNotFoundError, InvalidRequestError, TenantForbiddenError, shown
 from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.model_names import ModelNames
-from loraplex.tenants.records import no_such_adapter
 
 
 class CallersNames:
@@ -47,7 +49,7 @@ class CallersNames:
         """Raises AdapterNotFoundError."""
         found = self.find(request, name)
         if found is None:
-            raise no_such_adapter(name)
+            raise AdapterNotFoundError(f"adapter {shown(name)} is not loaded; load it first")
         return found
 
     def own(self, request: Request, name: str, param: str = "name") -> str:
@@ -56,12 +58,33 @@ class CallersNames:
         self.check_own(request, found)
         return found
 
-    def check_own(self, request: Request, registered: str) -> None:
-        """Raises TenantForbiddenError."""
+    def answering(self, request: Request, name: str) -> str:
+        """As `own`, of a verb on what answers for the name now: an operator may have switched it to another's."""
+        found = self.own(request, name)
+        if caller_of(request).scope.tenant is not None and self._engine.registry is not None:
+            self.check_own(request, self._engine.registry.resolve(found).adapter_name, found)
+        return found
+
+    def check_own(self, request: Request, registered: str, name: str = "") -> None:
+        """Raises TenantForbiddenError. name: what the error says, if not what is registered."""
         scope = caller_of(request).scope
         if not scope.may_change(registered):
-            text = f"adapter {shown(scope.shown(registered))} is shared with this tenant, which may use it alone"
+            text = (
+                f"adapter {shown(scope.shown(name or registered))} is shared with this tenant, which may use it alone"
+            )
             raise TenantForbiddenError(text, param="name")
+
+
+def hide_targets(request: Request, names: ModelNames, choices: Iterable[AdapterChoice]) -> None:
+    """Keep from errors of a tenant's request what answers for a name of it since a switch, and is not its to see."""
+    scope = caller_of(request).scope
+    if scope.tenant is None:
+        return
+    hidden = set()
+    for choice in choices:
+        parts = [name for name, _ in choice.parts] if isinstance(choice, AdapterMix) else [choice] if choice else []
+        hidden |= {target for target in map(names.answering, parts) if not scope.may_see(target)}
+    request.state.hidden = hidden
 
 
 def check_number(request: Request, lora_int_id: int | None) -> None:
