@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 from loraplex.config import setting
 from loraplex.errors import InvalidRequestError, TenantLimitError
@@ -44,7 +44,10 @@ class Limits:
         known = {each.name for each in fields(cls)}
         if unknown := sorted(given.keys() - known):
             raise InvalidRequestError(f"{unknown[0][:40]!r} is no limit; there are {', '.join(sorted(known))}")
-        return cls(**{name: value if name == "requests_per_s" else int(value) for name, value in given.items()})  # type: ignore[arg-type]
+        made: dict[str, Any] = {
+            name: value if name == "requests_per_s" else int(value) for name, value in given.items()
+        }
+        return cls(**made)
 
     def given(self) -> dict[str, float]:
         """Those that are set."""

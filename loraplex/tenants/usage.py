@@ -13,13 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from loraplex.core import RequestOutput
 from loraplex.errors import LoraplexError
-
-if TYPE_CHECKING:
-    from loraplex.tenants.store import TenantStore
 
 WRITE_INTERVAL_S = 1.0
 TABS_AT_ONCE = 128
@@ -99,12 +96,22 @@ class UsageQuery:
     adapter: str | None = None
 
 
+class UsageTable(Protocol):
+    """`TenantStore`, as far as it is about usage. Its methods raise JournalError."""
+
+    def add_usage(self, used: Mapping[UsageKey, Counts]) -> None: ...
+
+    def forget_usage(self, before_day: str) -> None: ...
+
+    def usage(self, query: UsageQuery, limit: int, after: Sequence[str] = ()) -> list[dict[str, Any]]: ...
+
+
 class UsageBook:
     """Thread-safe. `on_tokens` is told how many tokens a tenant has drawn since it was told last."""
 
     def __init__(
         self,
-        store: TenantStore,
+        store: UsageTable,
         on_tokens: Callable[[str, int], None] = lambda tenant, num_tokens: None,
         clock: Callable[[], float] = time.time,
         interval_s: float = WRITE_INTERVAL_S,
@@ -148,7 +155,7 @@ class UsageBook:
                 raise
 
     def rows(self, query: UsageQuery, limit: int, after: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """What is written; as `TenantStore.usage`."""
+        """What is written; as `UsageTable.usage`."""
         return self._store.usage(query, limit, after)
 
     def close(self) -> None:
