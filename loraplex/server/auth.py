@@ -121,8 +121,9 @@ class KeyRing:
         if not found:
             of_tenant = table.keys.get(given)
             return None if of_tenant is None else self._caller(of_tenant, given, table)
-        is_scoped = table.is_configured and not found[0].is_admin
-        return replace(found[0], scope=Scope(table, "")) if is_scoped else found[0]
+        if not table.is_configured:
+            return found[0]
+        return replace(found[0], scope=Scope(table, None if found[0].is_admin else ""))
 
     def _caller(self, key: Key, digest: bytes, table: TenantTable) -> Caller:
         owner = self._owner(digest if key.tenant is None else f"tenant {key.tenant}".encode())

@@ -384,6 +384,9 @@ async def test_names_that_a_tenant_cannot_give(server: Tenancy, acme: httpx.Asyn
 
 async def test_an_operator_gives_a_tenant_an_adapter(server: Tenancy, acme: httpx.AsyncClient) -> None:
     async with client_of(server.app) as client:
+        client.headers.update(server.headers("flag admin"))
+        first = await client.post("/v1/adapters", json={"name": "acme/first", "path": "/srv/private"})
+        assert first.status_code == 200, first.text
         client.headers.update(server.headers("operator"))
         given = await client.post("/v1/adapters", json={"name": "acme/gift", "path": "/srv/private"})
         assert given.status_code == 200, given.text

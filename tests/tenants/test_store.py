@@ -361,5 +361,20 @@ def test_a_repair_from_a_copy_says_that_keys_are_old(state_dir: Path) -> None:
         assert len(store.read().keys) == 1
 
 
+def test_a_revoked_key_is_in_the_next_copy(tmp_path: Path) -> None:
+    """Else a repair from the copy would open it again, however long ago that was."""
+    with SqliteJournal(tmp_path / "state", BASE, count_interval_s=0.01, copy_interval_s=0.01):
+        with closing(open_store(tmp_path / "state", None)) as store:
+            key, _ = store.create_key(Role.ADMIN)
+            store.revoke_key(key.key_id)
+
+        def is_copied() -> bool:
+            newest = max((tmp_path / "state" / "copies").glob("journal-*.sqlite"))
+            with closing(sqlite3.connect(newest)) as copy:
+                return copy.execute("SELECT revoked_time FROM tenant_keys").fetchone() not in (None, (None,))
+
+        wait_until(is_copied)
+
+
 def test_the_roles_of_rows_are_the_roles() -> None:
     assert set(get_args(get_type_hints(KeyRow)["role"])) == {*map(str, Role)} - {"inference"}

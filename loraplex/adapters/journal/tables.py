@@ -217,6 +217,12 @@ class JournalTables:
         names_by_age = {name: records[name] for name in by_age}
         return JournalContents(self._base_model, names_by_age, self._last_adapter_id, tuple(damages), tenants)
 
+    def tenants_revision(self) -> str | None:
+        """The number of the last change of tenants and keys; None: there are none."""
+        with self._engine.connect() as connection:
+            is_it = ABOUT_TABLE.c.key == REVISION
+            return connection.execute(sa.select(ABOUT_TABLE.c.value).where(is_it)).scalar()
+
     def write_tenants(self, tenants: TenantRows) -> None:
         """Into a journal without any."""
         with self._engine.begin() as connection:

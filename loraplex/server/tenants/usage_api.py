@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -81,23 +80,24 @@ class UsageRoutes:
         if accounts is None or not self._context.keys.table.is_configured:
             text = "usage is counted where there are tenants: see `loraplex tenant create`, on --state-dir"
             raise ApiError(text, code="no_tenants")
-        wanted = self._wanted(query, caller)
-        if isinstance(wanted, str):
-            rows: list[dict[str, Any]] = []
-        else:
-            after = _place(query.after)
-            await asyncio.to_thread(accounts.book.flush)
-            rows = await asyncio.to_thread(accounts.book.rows, wanted, query.limit + 1, after)
-        return await self._context.views.run(caller.account, lambda: _answer(rows, query, caller), 0)
+        wanted, after, book = self._wanted(query, caller), _place(query.after), accounts.book
 
-    def _wanted(self, query: UsageFields, caller: Caller) -> UsageQuery | str:
-        """A text: nothing of that is the caller's to know."""
+        def answer() -> Response:
+            if wanted is None:
+                return _answer([], query, caller)
+            book.flush()
+            return _answer(book.rows(wanted, query.limit + 1, after), query, caller)
+
+        return await self._context.views.run(caller.account, answer, 0)
+
+    def _wanted(self, query: UsageFields, caller: Caller) -> UsageQuery | None:
+        """None: nothing of that is the caller's to know."""
         wanted = UsageQuery(query.first_day, query.last_day, query.tenant, query.key, query.adapter)
         tenant = caller.scope.tenant
         if tenant is None:
             return wanted
         if query.tenant not in (None, tenant):
-            return "another tenant"
+            return None
         if not tenant:  # a key of --api-key: its own alone
             return replace(wanted, tenant="", key_id=caller.fingerprint)
         if query.adapter and (found := self._context.names.find(query.adapter, caller.scope)) is not None:
