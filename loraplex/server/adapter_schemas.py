@@ -314,7 +314,7 @@ class LoadReply(msgspec.Struct, frozen=True):
         is_silent = result.status is LoadStatus.LOADED_WITH_EVICTION and not evicted
         return cls(
             status=(LoadStatus.LOADED if is_silent else result.status).value,
-            name=scope.shown(ref.adapter_name),
+            name=scope.shown_or_not(ref.adapter_name),
             version=ref.adapter_version,
             digest=ref.adapter_digest,
             rank=ref.max_rank,
@@ -363,7 +363,7 @@ class SwitchReply(msgspec.Struct, frozen=True):
         ref: LoRARef = result.ref
         return cls(
             old=scope.shown(result.old),
-            new=scope.shown(ref.adapter_name),
+            new=scope.shown_or_not(ref.adapter_name),
             version=ref.adapter_version,
             is_old_active=result.is_old_active,
             load_s=result.load_s,

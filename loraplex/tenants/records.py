@@ -173,6 +173,10 @@ class Scope:
         """As the caller writes a name that it may see."""
         return registered.removeprefix(self._prefix) if self.tenant else registered
 
+    def shown_or_not(self, registered: str) -> str:
+        """`shown`, for a name that it may have no right to: what an operator had switched a name of its own to."""
+        return self.shown(registered) if self.may_see(registered) else "(another adapter)"
+
     def visible(self, names: Iterable[str]) -> tuple[str, ...]:
         """As the caller reads them; the others are left out."""
         return tuple(self.shown(name) for name in names if self.may_see(name))

@@ -479,3 +479,11 @@ async def test_a_name_that_was_switched_to_anothers_moves_no_memory_of_it(
     answer = await acme.post(f"/v1/adapters/sql/{verb}")
     assert answer.status_code == 403
     assert "private" not in answer.text
+
+
+async def test_a_rollback_to_what_an_operator_had_chosen_does_not_name_it(
+    server: Tenancy, acme: httpx.AsyncClient
+) -> None:
+    await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+    names = [(await acme.post("/v1/adapters/sql/rollback")).json()["name"] for _ in range(2)]
+    assert names == ["sql", "(another adapter)"]
