@@ -27,8 +27,8 @@ class CallersNames:
     def new(self, request: Request, name: str, param: str = "name") -> str:
         """Of what is to be loaded. Raises InvalidRequestError for a slash, AdapterConflictError for the base's name."""
         scope = caller_of(request).scope
-        known = () if self._engine.registry is None else self._engine.registry.names()
         if scope.tenant is None:
+            known = () if self._engine.registry is None else self._engine.registry.names()
             if not (scope.table.owner_of(name) and name.count("/") == 1):  # for a tenant
                 check_clients_name(name, known, param=param)
             return name
