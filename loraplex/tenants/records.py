@@ -152,10 +152,8 @@ class Scope:
         """The registered name: its own first, then a public or granted one. None: there is none that it may see."""
         if self.tenant is None:
             return name if is_known(name) else None
-        own = self.own(name)
-        if self.may_see(own) and is_known(own):
-            return own
-        return name if self.may_see(name) and is_known(name) else None
+        owned = (self._prefix + name, self.own(name)) if self.tenant else ()
+        return next((each for each in (*owned, name) if self.may_see(each) and is_known(each)), None)
 
     def own(self, name: str) -> str:
         """Under which an adapter of the caller is registered."""

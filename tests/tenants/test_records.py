@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loraplex.adapters.registry import NameQuery
@@ -44,6 +44,7 @@ def test_what_may_not_be_seen_is_as_if_it_was_not_there(
     assert scope.query(NameQuery()).of(sorted(names)) == scope.query(NameQuery()).of(sorted(visible))
 
 
+@example(table=TenantTable(1, {"a": Tenant("a", 0.0)}), tenant="a", names=frozenset(["a/a/x"]))
 @given(table=TABLES, tenant=SCOPED, names=st.frozensets(NAMES))
 def test_a_list_has_what_can_be_asked_for_once(table: TenantTable, tenant: str, names: frozenset[str]) -> None:
     """Whatever a list shows means just that, and whatever can be asked for is in the list."""
