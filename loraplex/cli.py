@@ -29,6 +29,7 @@ from loraplex.router.settings import RouteSettings
 from loraplex.serve.settings import RayConfig, RaySettings, with_database
 from loraplex.server.api_keys import KeySettings
 from loraplex.server.config import ServerConfig, ServerSettings
+from loraplex.tenants.commands import key_app, tenant_app
 from loraplex.twin.commands import calibrate, plan, simulate
 
 app = App(
@@ -48,7 +49,7 @@ adapter_app = App(name="adapter", help="Look at adapters, and make new ones of t
 app.command(adapter_app)
 state_app = App(name="state", help="Check and repair the directory of --state-dir.")
 app.command(state_app)
-for command in (calibrate, simulate, plan):
+for command in (calibrate, simulate, plan, tenant_app, key_app):
     app.command(command)
 
 ModelsGroup = in_group("Model and adapters")

@@ -34,6 +34,11 @@
     |   |-- AdapterBusyError             429  checking it takes much work, and others are being checked: come again
     |   |-- AdapterUnavailableError      503  its files are gone, on their way or out of date, or no template runs now
     |   `-- AdapterFaultError            503  its weights or results were damaged, being restored; has `retry_after_s`
+    |-- TenantError                      400
+    |   |-- TenantNotFoundError          404  no such tenant, or no such key
+    |   |-- TenantConflictError          409  the name was given already, or there is no room for more
+    |   |-- TenantForbiddenError         403  a key may not do this, or not to this adapter
+    |   `-- TenantLimitError             429  a limit of the tenant is reached; has `retry_after_s` and `limit`
     |-- JournalError                     500  done, but not written to the state directory
     |   `-- DatabaseUnavailableError     503  the database of --database-url does not answer: the verb is refused
     |-- EngineError                      500
@@ -282,6 +287,40 @@ class AdapterFaultError(AdapterError):
 
     def to_payload(self) -> dict[str, Any]:
         return {**super().to_payload(), "retry_after_s": self.retry_after_s}
+
+
+class TenantError(LoraplexError):
+    http_status = 400
+    kind = "invalid_request_error"
+
+
+class TenantNotFoundError(TenantError):
+    http_status = 404
+    kind = "not_found_error"
+
+
+class TenantConflictError(TenantError):
+    http_status = 409
+    kind = "conflict_error"
+
+
+class TenantForbiddenError(TenantError):
+    http_status = 403
+    kind = "permission_error"
+
+
+class TenantLimitError(TenantError):
+    """`limit`: the name of the limit; `retry_after_s`: when to try again; `headers` of the answer, set by the server.
+    Raised in the server's process alone."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, limit: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.limit = limit
+        self.headers: dict[str, str] = {}
 
 
 class JournalError(LoraplexError):

@@ -75,6 +75,8 @@ from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import sqlalchemy as sa
+
     from loraplex.adapters.journal import SqliteJournal
     from loraplex.adapters.journal.postgres_journal import PostgresJournal
 
@@ -507,6 +509,10 @@ class AsyncEngine(AdapterVerbs):
             await self._runners.join(runner)
         else:
             await asyncio.get_running_loop().run_in_executor(self._restores, self.registry.restore)
+
+    def open_state(self) -> sa.Engine | None:
+        """A further way into the journal's database, for what is kept beside names; None: there is no journal."""
+        return None if self._journal is None else self._journal.open_state()
 
     async def shutdown(self) -> None:
         """End requests with an error, then the engine process."""

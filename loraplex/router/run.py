@@ -47,6 +47,9 @@ class Routed:
     async def end_requests(self) -> None:
         """The server cuts them."""
 
+    async def finish(self) -> None:
+        """Nothing is left."""
+
 
 def run_router(replicas: Sequence[str], settings: RouteSettings, say: Callable[[LoraplexError], str] = str) -> int:
     """Route until a signal. `say` puts an error that ends the start into words. Returns the exit code."""

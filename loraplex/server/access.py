@@ -10,8 +10,10 @@ from urllib.parse import unquote_plus
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from loraplex.errors import LoraplexError
 from loraplex.server.api_error import MAX_SHOWN_CHARS, ApiError, unknown_parameter
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import Caller, caller_of
+from loraplex.tenants.records import Role
 
 if TYPE_CHECKING:
     from loraplex.server.context import ServerContext
@@ -21,23 +23,46 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class Access(enum.StrEnum):
-    """`open`: no key; `key`: any key; `admin`: an admin key, where the server has one; `verb`: the same, for what
-    changes the server, with an audit event; `loading`: a verb that changes which adapters there are, off with
-    `--disable-dynamic-loading`."""
+    """`open`: no key; `read`: any key; `key`: any but a read-only one; `admin`: an admin key, where the server has one;
+    `verb`: the same, for what changes the server, with an audit event; `loading`: a verb that changes which adapters
+    there are, off with `--disable-dynamic-loading`; `own_verb`, `own_loading`: the same, which a tenant may do to its
+    own adapters; `manage`, `manage_verb`: tenants and keys, for the role admin."""
 
     OPEN = "open"
+    READ = "read"
     KEY = "key"
     ADMIN = "admin"
     VERB = "verb"
     LOADING = "loading"
+    OWN_VERB = "own_verb"
+    OWN_LOADING = "own_loading"
+    MANAGE = "manage"
+    MANAGE_VERB = "manage_verb"
 
     @property
     def is_verb(self) -> bool:
-        return self in (Access.VERB, Access.LOADING)
+        return self.value.endswith(("verb", "loading"))
 
     @property
     def needs_admin(self) -> bool:
-        return self not in (Access.OPEN, Access.KEY)
+        """Whether `--api-key` beside `--admin-api-key` is not enough."""
+        return self not in (Access.OPEN, Access.READ, Access.KEY)
+
+
+_OF_OPERATORS = frozenset(set(Access) - {Access.MANAGE, Access.MANAGE_VERB})
+_OF_ROLES = {
+    Role.ADMIN: frozenset(Access),
+    Role.OPERATOR: _OF_OPERATORS,
+    Role.TENANT: frozenset({Access.OPEN, Access.READ, Access.KEY, Access.OWN_VERB, Access.OWN_LOADING}),
+    Role.READ_ONLY: frozenset({Access.OPEN, Access.READ}),
+    Role.INFERENCE: frozenset({Access.OPEN, Access.READ, Access.KEY}),
+}
+
+
+def may_use(caller: Caller, access: Access) -> bool:
+    """A read-only key of the server itself also reads what is inside."""
+    is_watching = access is Access.ADMIN and caller.role is Role.READ_ONLY and caller.scope.tenant is None
+    return access in _OF_ROLES[caller.role] or is_watching
 
 
 def requires(access: Access) -> Callable[[Endpoint], Endpoint]:
@@ -62,12 +87,16 @@ class GuardedRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         handle = self.unguarded_handler()
         access = declared_access(self.endpoint) or Access.ADMIN
-        if not access.needs_admin:
+        if access is Access.OPEN:
             return handle
 
         async def checked(request: Request) -> Response:
-            _check(request, access)
-            return await handle(request)
+            check_access(request, access)
+            try:
+                return await handle(request)
+            except LoraplexError as error:
+                clean_error(error, request)
+                raise
 
         async def recorded(request: Request) -> Response:
             with request.app.state.context.audit.recording(request, self.path) as record:
@@ -82,20 +111,31 @@ class GuardedRoute(APIRoute):
         return super().get_route_handler()
 
 
-def _check(request: Request, access: Access) -> None:
+def check_access(request: Request, access: Access) -> None:
     """Raises ApiError 403."""
     context: ServerContext = request.app.state.context
     route = f"{request.method} {request.url.path[:MAX_SHOWN_CHARS]}"
-    if not caller_of(request).is_admin:
-        raise _forbidden(
-            f"{route} needs an admin key of this server (--admin-api-key), and the key that was sent is for inference",
-            "admin_key_required",
-        )
-    if access is Access.LOADING and context.config.disable_dynamic_loading:
+    caller = caller_of(request)
+    if not may_use(caller, access):
+        if caller.role is Role.INFERENCE:
+            raise _forbidden(
+                f"{route} needs an admin key of this server (--admin-api-key), and the key that was sent is for "
+                "inference",
+                "admin_key_required",
+            )
+        raise _forbidden(f"{route} is not for keys of role {caller.role.value}", "role_required")
+    if access in (Access.LOADING, Access.OWN_LOADING) and context.config.disable_dynamic_loading:
         raise _forbidden(
             f"{route}: no key may load, replace or unload an adapter here (--disable-dynamic-loading)",
             "dynamic_loading_disabled",
         )
+
+
+def clean_error(error: LoraplexError, request: Request) -> None:
+    """Leave in an error what its caller may see: for a tenant its own names, and nothing of how full the server is."""
+    scope = caller_of(request).scope
+    if scope.tenant is not None:
+        error.args = (scope.cleaned(error, getattr(request.state, "hidden", ())),)
 
 
 def _forbidden(message: str, code: str) -> ApiError:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry, check_clients_name
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
 from loraplex.errors import LoraplexError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS
 from loraplex.server.access import Access, StrictRoute, requires
@@ -46,6 +46,8 @@ from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
 from loraplex.server.streaming import until_disconnect
+from loraplex.server.tenants.adapter_quota import AdapterQuota
+from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
 from loraplex.server.verb_turns import VerbTurns
 
 P = ParamSpec("P")
@@ -74,7 +76,9 @@ class AdapterRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._engine = context.engine
-        self._roots = AdapterRoots(context.config)
+        self._names = CallersNames(context.names, context.engine)
+        self._quota = AdapterQuota(context.engine)
+        self._roots = AdapterRoots.of(context.config)
         self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)
         self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
@@ -115,7 +119,7 @@ class AdapterRoutes:
 
     # ---------------------------------------------------------------------------------------------------- vLLM's routes
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def load_lora_adapter(self, request: Request) -> Response:
         """Load an adapter under a name, as in vLLM."""
         body = await self._context.bodies.read(request, LoadLoraAdapterRequest)
@@ -125,28 +129,26 @@ class AdapterRoutes:
                 "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
             )
         registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be loaded")
+        name = self._names.new(request, body.lora_name, "lora_name")
         duplicate = _invalid_input(
             f"The lora adapter '{clipped(body.lora_name)}' has already been loaded. If you want to load the adapter "
             "in place, set 'load_inplace' to True.",
             "lora_name",
         )
-        if not body.load_inplace and body.lora_name in registry.names():
+        if not body.load_inplace and name in registry.names():
             raise duplicate
         with _vllm_names():
-            check_clients_name(body.lora_name, registry.names())
             async with self._loads.of(client_of(request)):
-                await self._check_path(body.lora_path)
-                result = await self._engine.on_registry(
-                    LoRARegistry.load, body.lora_name, body.lora_path, load_inplace=body.load_inplace
-                )
+                await self._check_path(request, body.lora_path)
+                result = await self._load(request, name, body.lora_path, load_inplace=body.load_inplace)
         if result.status is LoadStatus.ALREADY_LOADED:
             raise duplicate
-        headers = {STATUS_HEADER: result.status.value}
+        headers = {STATUS_HEADER: LoadReply.of(result, caller_of(request).scope).status}
         return Response(
             f"Success: LoRA adapter '{body.lora_name}' added successfully.", headers=headers, media_type="text/plain"
         )
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unload an adapter, as in vLLM. Requests that run on it finish."""
         body = await self._context.bodies.read(request, UnloadLoraAdapterRequest)
@@ -154,9 +156,10 @@ class AdapterRoutes:
         if not body.lora_name:
             raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
         registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be unloaded")
-        ref = registry.refs().get(body.lora_name)
-        if ref is None and has_adapter(registry, body.lora_name):  # a version by its address: refused, and told how
-            await self._verb(request, LoRARegistry.unload, body.lora_name)
+        name = self._names.find(request, body.lora_name) or ""
+        ref = registry.refs().get(name)
+        if ref is None and has_adapter(registry, name):  # a version by its address: refused, and told how
+            await self._verb(request, LoRARegistry.unload, name)
         if ref is None:
             raise ApiError(
                 f"The lora adapter '{clipped(body.lora_name)}' cannot be found.",
@@ -170,15 +173,16 @@ class AdapterRoutes:
                 f"The lora adapter '{clipped(body.lora_name)}' does not have lora_int_id {body.lora_int_id}.",
                 "lora_int_id",
             )
-        await self._verb(request, LoRARegistry.unload, body.lora_name)
+        self._names.check_own(request, name)
+        await self._verb(request, LoRARegistry.unload, name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
     # ------------------------------------------------------------------------------------------------------- own routes
 
-    @requires(Access.KEY)
+    @requires(Access.READ)
     async def list_all(self, request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
         """Every adapter, or those that are asked for: place, bytes, rank, references, version and last use."""
-        card, registry = _card_for(request), self._engine.registry
+        card, registry, scope = _card_for(request), self._engine.registry, caller_of(request).scope
         if query.operators_field is not None and not caller_of(request).is_admin:
             raise ApiError(
                 f"{query.operators_field}: where adapters are is for admin keys of this server (--admin-api-key)",
@@ -189,61 +193,63 @@ class AdapterRoutes:
             )
 
         def listed() -> bytes:
-            infos = () if registry is None else filter(query.has, registry.infos(query.names))
-            return encode_list(((info.ref.adapter_name, card(info)) for info in infos), query)
+            infos = () if registry is None else filter(query.has, registry.infos(scope.query(query.names)))
+            return encode_list(((scope.shown(info.ref.adapter_name), card(info)) for info in infos), query)
 
         return await self._view(request, listed)
 
-    @requires(Access.KEY)
+    @requires(Access.READ)
     async def show(self, name: str, request: Request) -> Response:
         registry = self._registry(f"adapter {clipped(name)!r} was asked for")
-        card = _card_for(request)
-        return await self._view(request, lambda: encode(card(registry.describe(name))))
+        card, registered = _card_for(request), self._names.visible(request, name)
+        return await self._view(request, lambda: encode(card(registry.describe(registered))))
 
     async def _view(self, request: Request, view: Callable[[], bytes]) -> Response:
         """It asks the engine and may be long: in a thread, and in the client's turn."""
         self._engine.check_can_serve()
         return Response(await self._context.views.run(client_of(request), view, 0), media_type="application/json")
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def load(self, request: Request) -> Response:
         """Load an adapter under a name; a known name with the same path is a no-op that says so."""
         body = await self._context.bodies.read(request, LoadAdapterRequest)
         name_adapters(request, body.name)
-        registry = self._registry(f"adapter {clipped(body.name)!r} was to be loaded")
-        check_clients_name(body.name, registry.names())
+        self._registry(f"adapter {clipped(body.name)!r} was to be loaded")
+        name = self._names.new(request, body.name)
+        check_number(request, body.lora_int_id)
         async with self._loads.of(client_of(request)):
-            await self._check_path(body.path)
-            result = await self._engine.on_registry(
-                LoRARegistry.load,
-                body.name,
+            await self._check_path(request, body.path)
+            result = await self._load(
+                request,
+                name,
                 body.path,
                 lora_int_id=body.lora_int_id,
                 load_inplace=body.load_inplace,
                 is_pinned=body.is_pinned,
             )
-        return _json(LoadReply.of(result))
+        return _json(LoadReply.of(result, caller_of(request).scope))
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def put(self, name: str, request: Request) -> Response:
         """Say what an adapter is to be; sent twice, it changes nothing. 201 when the name is new."""
         body = await self._context.bodies.read(request, PutAdapterRequest)
-        registry = self._registry(f"adapter {clipped(name)!r} was to be changed")
-        if body.path is not None:
-            check_clients_name(name, registry.names())
+        self._registry(f"adapter {clipped(name)!r} was to be changed")
+        check_number(request, body.lora_int_id)
+        name = self._names.own(request, name) if body.path is None else self._names.new(request, name)
         async with (self._verbs if body.path is None else self._loads).of(client_of(request)):
             if body.path is not None:
-                await self._check_path(body.path)
-            result = await self._put(name, body)
+                await self._check_path(request, body.path)
+            result = await self._put(request, name, body)
             if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
-                await self._engine.on_registry(LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, name)
+                async with self._quota.changing(request, name, is_pin=body.is_pinned):
+                    await self._engine.on_registry(LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, name)
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
-        return _json(LoadReply.of(result), 201 if is_new else 200)
+        return _json(LoadReply.of(result, caller_of(request).scope), 201 if is_new else 200)
 
-    async def _put(self, name: str, body: PutAdapterRequest) -> LoadResult:
+    async def _put(self, request: Request, name: str, body: PutAdapterRequest) -> LoadResult:
         if body.path is not None:
-            return await self._engine.on_registry(
-                LoRARegistry.load,
+            return await self._load(
+                request,
                 name,
                 body.path,
                 lora_int_id=body.lora_int_id,
@@ -258,60 +264,66 @@ class AdapterRoutes:
         adopted = await self._engine.on_registry(LoRARegistry.load, name, ref.lora_path, lora_int_id=body.lora_int_id)
         return adopted if result is None else replace(result, ref=adopted.ref)
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def rollback(self, name: str, request: Request) -> Response:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        return _json(LoadReply.of(await self._verb(request, LoRARegistry.move, name)))
+        result = await self._verb(request, LoRARegistry.move, self._names.own(request, name))
+        return _json(LoadReply.of(result, caller_of(request).scope))
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def unload(self, name: str, request: Request, query: Annotated[UnloadQuery, Query()]) -> Response:
         """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
         self._registry(f"adapter {clipped(name)!r} was to be unloaded")
+        name = self._names.own(request, name)
         result = await self._verb(request, LoRARegistry.unload, name, query.deadline_s, query.force)
-        return _json(UnloadReply.of(result))
+        return _json(UnloadReply.of(result, caller_of(request).scope))
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def switch(self, request: Request) -> Response:
         """Send the requests for `old` to `new`; `old` is evicted after its last one."""
         body = await self._context.bodies.read(request, SwitchAdapterRequest)
         name_adapters(request, body.old, body.new)
-        registry = self._registry(f"adapter {clipped(body.old)!r} was to be switched")
-        if body.new_path is not None:
-            check_clients_name(body.new, registry.names(), param="new")
+        self._registry(f"adapter {clipped(body.old)!r} was to be switched")
+        old = self._names.own(request, body.old)
+        own_name = self._names.own if body.new_path is None else self._names.new
+        new = own_name(request, body.new, "new")
         async with (self._verbs if body.new_path is None else self._loads).of(client_of(request)):
             if body.new_path is not None:
-                await self._check_path(body.new_path, "new_path")
-            result = await self._engine.on_registry(
-                LoRARegistry.switch, body.old, body.new, body.new_path, body.deadline_s, body.force
-            )
-        return _json(SwitchReply.of(result))
+                await self._check_path(request, body.new_path, "new_path")
+            async with self._quota.changing(request, new, is_load=body.new_path is not None):
+                result = await self._engine.on_registry(
+                    LoRARegistry.switch, old, new, body.new_path, body.deadline_s, body.force
+                )
+        return _json(SwitchReply.of(result, caller_of(request).scope))
 
     # -------------------------------------------------------------------------------------------- adapters of adapters
 
-    @requires(Access.LOADING)
+    @requires(Access.OWN_LOADING)
     async def clone(self, name: str, request: Request) -> Response:
         """The same weights under a further name: both share memory and KV, and are reloaded and unloaded apart."""
         body = await self._context.bodies.read(request, CloneAdapterRequest)
-        registry = self._registry(f"adapter {clipped(name)!r} was to be cloned")
-        check_clients_name(body.name, registry.names())
-        async with self._loads.of(client_of(request)):  # a source is read where no memory has the weights
+        self._registry(f"adapter {clipped(name)!r} was to be cloned")
+        check_number(request, body.lora_int_id)
+        name, new_name = self._names.own(request, name), self._names.new(request, body.name)
+        adding = self._quota.changing(request, new_name, is_load=True, is_pin=body.is_pinned)
+        async with self._loads.of(client_of(request)), adding:  # a source is read where no memory has the weights
             result = await self._engine.on_registry(
-                LoRARegistry.clone, name, body.name, lora_int_id=body.lora_int_id, is_pinned=body.is_pinned
+                LoRARegistry.clone, name, new_name, lora_int_id=body.lora_int_id, is_pinned=body.is_pinned
             )
-        return _json(LoadReply.of(result))
+        return _json(LoadReply.of(result, caller_of(request).scope))
 
     @requires(Access.LOADING)
     async def start_merge(self, request: Request) -> Response:
         """Make a new adapter of several, in the background. 202 when all is checked that can be before it is made."""
         body = await self._context.bodies.read(request, MergeAdaptersRequest)
         name_adapters(request, body.name, *(each.name for each in body.adapters))
-        registry = self._registry(f"adapter {clipped(body.name)!r} was to be made")
+        self._registry(f"adapter {clipped(body.name)!r} was to be made")
         wish = body.wish
-        check_clients_name(body.name, registry.names())
+        name = self._names.new(request, body.name)
         self._check_can_write()
         async with self._loads.of(client_of(request)):
-            job = await self._context.maker.start(body.name, wish, body.is_pinned)
+            job = await self._context.maker.start(name, wish, body.is_pinned)
         return _json(MergeCard.of(job), 202)
 
     @requires(Access.ADMIN)
@@ -345,30 +357,33 @@ class AdapterRoutes:
                 "this server writes no adapters: start it with --adapter-output-dir DIR", code="no_adapter_output_dir"
             )
 
-    @requires(Access.VERB)
+    @requires(Access.OWN_VERB)
     async def pin(self, name: str, request: Request) -> Response:
         """Promote, and exempt from eviction."""
-        return await self._change(request, name, LoRARegistry.pin)
+        async with self._quota.changing(request, caller_of(request).scope.own(name), is_pin=True):
+            return await self._change(request, name, LoRARegistry.pin)
 
-    @requires(Access.VERB)
+    @requires(Access.OWN_VERB)
     async def unpin(self, name: str, request: Request) -> Response:
         return await self._change(request, name, LoRARegistry.unpin)
 
-    @requires(Access.VERB)
+    @requires(Access.OWN_VERB)
     async def evict(self, name: str, request: Request) -> Response:
         """One tier down. The name still resolves."""
         return await self._change(request, name, LoRARegistry.evict)
 
-    @requires(Access.VERB)
+    @requires(Access.OWN_VERB)
     async def preload(self, name: str, request: Request) -> Response:
         """Promote now rather than with the first request."""
         self._registry(f"adapter {clipped(name)!r} was named")
+        name, scope = self._names.answering(request, name), caller_of(request).scope
         outcome = await self._verb(request, LoRARegistry.preload, name)
-        return _json(ResidencyReply(name, outcome.is_new, outcome.evicted))
+        return _json(ResidencyReply(scope.shown(name), outcome.is_new, scope.visible(outcome.evicted)))
 
     async def _change(self, request: Request, name: str, verb: Callable[[LoRARegistry, str], bool]) -> Response:
         self._registry(f"adapter {clipped(name)!r} was named")
-        return _json(ResidencyReply(name, await self._verb(request, verb, name)))
+        name = self._names.answering(request, name)
+        return _json(ResidencyReply(caller_of(request).scope.shown(name), await self._verb(request, verb, name)))
 
     async def _verb(
         self, request: Request, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -377,10 +392,17 @@ class AdapterRoutes:
         async with self._verbs.of(client_of(request)):
             return await self._engine.on_registry(verb, *args, **kwargs)
 
-    async def _check_path(self, path: str, field: str = "path") -> None:
+    async def _load(self, request: Request, name: str, path: str, **wishes: Any) -> LoadResult:
+        async with self._quota.changing(request, name, is_load=True, is_pin=wishes.get("is_pinned", False)):
+            return await self._engine.on_registry(LoRARegistry.load, name, path, **wishes)
+
+    async def _check_path(self, request: Request, path: str, field: str = "path") -> None:
         """In threads of its own: to resolve a link may hang, too."""
-        check = partial(self._roots.check, path, field)
-        await asyncio.get_running_loop().run_in_executor(self._path_checks, check)
+        roots = [self._roots.check]
+        if caller_of(request).scope.tenant is not None:
+            roots.append(AdapterRoots.of_tenant(roots_of(request)).check)
+        for check in roots:
+            await asyncio.get_running_loop().run_in_executor(self._path_checks, check, path, field)
 
     def _registry(self, what: str) -> LoRARegistry:
         if self._engine.registry is None:
@@ -390,7 +412,8 @@ class AdapterRoutes:
 
 def _card_for(request: Request) -> Callable[[AdapterInfo], AdapterCard | BriefAdapterCard]:
     """What the caller may see of an adapter: paths, places and use are the operator's."""
-    return AdapterCard.of if caller_of(request).is_admin else BriefAdapterCard.of
+    caller = caller_of(request)
+    return AdapterCard.of if caller.is_admin else partial(BriefAdapterCard.of, scope=caller.scope)
 
 
 def _invalid_input(message: str, field: str) -> ApiError:

@@ -10,20 +10,32 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Self
 
 from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter
 from loraplex.adapters.remote.object_store import ObjectAdapter
 from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, shortened, shown
-from loraplex.server.config import ServerConfig
+from loraplex.server.config import ServerConfig, local_roots
 
 _log = logging.getLogger("loraplex.server")
 
 
 class AdapterRoots:
-    def __init__(self, config: ServerConfig) -> None:
-        self._roots = config.allowed_adapter_roots
-        self._directories = config.local_adapter_roots or ()
+    """roots: None is anywhere, () nowhere; directories: the local ones, links resolved. of_tenant: in messages."""
+
+    def __init__(
+        self, roots: tuple[str, ...] | None, directories: tuple[Path, ...], *, of_tenant: bool = False
+    ) -> None:
+        self._roots, self._directories, self._is_of_tenant = roots, directories, of_tenant
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Self:
+        return cls(config.allowed_adapter_roots, config.local_adapter_roots or ())
+
+    @classmethod
+    def of_tenant(cls, roots: tuple[str, ...]) -> Self:
+        return cls(roots, local_roots(roots), of_tenant=True)
 
     def check(self, path: str, field: str = "path") -> None:
         """Raises AdapterPathForbiddenError, and AdapterPathNotFoundError for a hub id that cannot be; both name the
@@ -92,6 +104,8 @@ class AdapterRoots:
         return any(real.is_relative_to(root) for root in self._directories)
 
     def _advice(self) -> str:
+        if self._is_of_tenant:
+            return "only from the places that its operator gave to this tenant"
         if not self._roots:
             return "it may load nothing while it listens beyond this machine; start it with --adapter-root DIR"
         return "only what its operator chose with --adapter-root"

@@ -13,6 +13,7 @@ from loraplex.adapters.merging.wish import MAX_MERGED, MAX_SVD_RANK, Combination
 from loraplex.adapters.registry import (
     AdapterInfo,
     LoadResult,
+    LoadStatus,
     LoRARef,
     SwitchResult,
     UnloadResult,
@@ -21,6 +22,7 @@ from loraplex.adapters.registry import (
 from loraplex.frontend.making import Exported, JobState, MergeJob
 from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import RequestModel, any_of, has, lacks
+from loraplex.tenants.records import EVERYTHING, Scope
 
 MAX_PATH_CHARS = 4096
 TEXT = {"type": "string", "minLength": 1}
@@ -270,17 +272,18 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
     versions: tuple[BriefVersionCard, ...]
 
     @classmethod
-    def of(cls, info: AdapterInfo) -> BriefAdapterCard:
+    def of(cls, info: AdapterInfo, scope: Scope = EVERYTHING) -> BriefAdapterCard:
+        """scope: of the caller, who sees no other names."""
         card = AdapterCard.of(info)
         versions = tuple(BriefVersionCard(each.version, each.digest, each.rank, each.state) for each in card.versions)
         return cls(
-            name=card.name,
+            name=scope.shown(card.name),
             version=card.version,
             digest=card.digest,
             rank=card.rank,
             lora_int_id=card.lora_int_id,
-            alias_of=card.alias_of,
-            aliases=card.aliases,
+            alias_of=next(iter(scope.visible(filter(None, [card.alias_of]))), None),
+            aliases=scope.visible(card.aliases),
             brings=card.brings,
             max_model_len=card.max_model_len,
             rope_factor=card.rope_factor,
@@ -305,16 +308,18 @@ class LoadReply(msgspec.Struct, frozen=True):
     previous_version: int | None
 
     @classmethod
-    def of(cls, result: LoadResult) -> LoadReply:
-        ref = result.ref
+    def of(cls, result: LoadResult, scope: Scope = EVERYTHING) -> LoadReply:
+        """scope: of the caller, who learns of no other adapter that was evicted."""
+        ref, evicted = result.ref, scope.visible(result.evicted)
+        is_silent = result.status is LoadStatus.LOADED_WITH_EVICTION and not evicted
         return cls(
-            status=result.status.value,
-            name=ref.adapter_name,
+            status=(LoadStatus.LOADED if is_silent else result.status).value,
+            name=scope.shown_or_not(ref.adapter_name),
             version=ref.adapter_version,
             digest=ref.adapter_digest,
             rank=ref.max_rank,
             lora_int_id=ref.lora_int_id,
-            evicted=result.evicted,
+            evicted=evicted,
             load_s=result.load_s,
             previous_version=result.previous_version,
         )
@@ -330,9 +335,10 @@ class UnloadReply(msgspec.Struct, frozen=True):
     aborted: int
 
     @classmethod
-    def of(cls, result: UnloadResult) -> UnloadReply:
+    def of(cls, result: UnloadResult, scope: Scope = EVERYTHING) -> UnloadReply:
         version = None if result.ref is None else result.ref.adapter_version
-        return cls(result.adapter_name, version, result.is_drained, result.num_references, result.num_aborted)
+        name = scope.shown(result.adapter_name)
+        return cls(name, version, result.is_drained, result.num_references, result.num_aborted)
 
 
 class SwitchReply(msgspec.Struct, frozen=True):
@@ -353,17 +359,17 @@ class SwitchReply(msgspec.Struct, frozen=True):
     aborted: int
 
     @classmethod
-    def of(cls, result: SwitchResult) -> SwitchReply:
+    def of(cls, result: SwitchResult, scope: Scope = EVERYTHING) -> SwitchReply:
         ref: LoRARef = result.ref
         return cls(
-            old=result.old,
-            new=ref.adapter_name,
+            old=scope.shown(result.old),
+            new=scope.shown_or_not(ref.adapter_name),
             version=ref.adapter_version,
             is_old_active=result.is_old_active,
             load_s=result.load_s,
             promote_s=result.promote_s,
             evict_s=result.evict_s,
-            evicted=result.evicted,
+            evicted=scope.visible(result.evicted),
             references=result.num_references,
             aborted=result.num_aborted,
         )

@@ -27,6 +27,7 @@ from loraplex.errors import (
     LoraplexError,
     PromptTooLongError,
     RequestTimeoutError,
+    TenantLimitError,
     sendable,
 )
 
@@ -111,7 +112,9 @@ def _code_of(cls: type[LoraplexError]) -> str | None:
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
     status = status_of(error)
     headers = dict(headers or {})
-    if isinstance(error, AdapterFaultError | EngineDeadError):
+    if isinstance(error, TenantLimitError):
+        headers |= error.headers
+    if isinstance(error, AdapterFaultError | EngineDeadError | TenantLimitError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif status == 429 or (status == 503 and not isinstance(error, AdapterError)):
         headers["Retry-After"] = "1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 from loraplex.config import setting
 from loraplex.errors import ConfigError
+from loraplex.tenants.records import key_digest
 
 API_KEY_VARIABLE = "LORAPLEX_API_KEY"
 ADMIN_KEY_VARIABLE = "LORAPLEX_ADMIN_API_KEY"
@@ -103,7 +103,3 @@ def is_key(key: Any) -> bool:
 def fingerprint(key: str) -> str:
     """The first eight digits of the key's SHA-256: its name in logs and events."""
     return key_digest(key).hex()[:8]
-
-
-def key_digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -24,6 +24,8 @@ from loraplex.server.openapi import DescribedApi
 from loraplex.server.pages import PAGE_PATHS, PageRoutes
 from loraplex.server.profile_api import ProfileRoutes
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
+from loraplex.server.tenants.api import TenantRoutes
+from loraplex.server.tenants.usage_api import UsageRoutes
 from loraplex.server.tokenize_api import TokenizeRoutes
 from loraplex.server.urls import KnownUrls, TrailingSlash
 
@@ -34,6 +36,8 @@ ROUTES = (
     MemoryRoutes,
     EventRoutes,
     ProfileRoutes,
+    TenantRoutes,
+    UsageRoutes,
     HealthRoutes,
     PageRoutes,
 )
@@ -57,7 +61,7 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
     add_error_handlers(app)
     known = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(HTTPException, KnownUrls(known).answer)
-    app.open_paths = _open_paths(context.config) if context.config.has_keys else None
+    app.open_paths = _open_paths(context.config) if context.keys.has_keys else None
     add_middleware(app, context.config, context.keys)
     return app
 

@@ -54,9 +54,11 @@ class Audit:
 
     def _record(self, request: Request, route: str, status: int) -> None:
         names = _adapters_of(request)
-        key, client = caller_of(request).fingerprint, _client_of(request)
+        caller, client = caller_of(request), _client_of(request)
+        key, tenant = caller.fingerprint, caller.scope.tenant
+        said = _shown(key, tenant)
         subject = f" on adapter {', '.join(map(repr, names))}" if names else ""
-        text = f"{request.method} {route.replace(':path}', '}')}{subject} from {client} with {_shown(key)}: {status}"
+        text = f"{request.method} {route.replace(':path}', '}')}{subject} from {client} with {said}: {status}"
         logger.log(logging.WARNING if status == 403 else logging.INFO, "%s", text)
         if status == 403 and not self._is_refusal_due():
             return
@@ -66,6 +68,7 @@ class Audit:
             "status": status,
             "key": key,
             "client": client,
+            **({"tenant": tenant} if tenant else {}),
         }
         name = names[0] if names else None
         self._events.add(EngineEvent(EventKind.AUDIT, self._clock(), text, adapter_name=name, details=details))
@@ -83,8 +86,8 @@ def name_adapters(request: Request, *names: str) -> None:
     request.state.adapters = names
 
 
-def _shown(key: str) -> str:
-    return key if key == KEYLESS.fingerprint else f"key {key}"
+def _shown(key: str, tenant: str | None) -> str:
+    return key if key == KEYLESS.fingerprint else f"key {key}" + (f" of tenant {tenant}" if tenant else "")
 
 
 def _adapters_of(request: Request) -> tuple[str, ...]:

@@ -1,19 +1,26 @@
-"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time; logs have fingerprints."""
+"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time; logs have fingerprints.
+
+There are keys of the command line, and those of tenants in the database (`tenants/`). The latter are random and found
+by their SHA-256: how long that takes says nothing about a key.
+"""
 
 from __future__ import annotations
 
 import hmac
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from loraplex.server.api_error import ApiError, error_response
-from loraplex.server.api_keys import fingerprint, key_digest
+from loraplex.server.api_keys import fingerprint
 from loraplex.server.config import ServerConfig
+from loraplex.tenants.directory import Tables
+from loraplex.tenants.records import Key, Role, Scope, TenantTable, key_digest
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
@@ -24,61 +31,106 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
 class Caller:
     """What the key of a request stands for.
 
-    fingerprint: names the key in logs and events. owner: separates the cached prefixes of two keys; made with a secret
-    of this process, so that neither key nor fingerprint follows from it; "" where all share them. is_admin: may use the
-    routes that change the server.
+    fingerprint: names the key in logs and events. owner: separates the cached prefixes of two keys or tenants; made
+    with a secret of this process, so that neither key nor fingerprint follows from it; "" where all share them. scope:
+    the adapters that it may see, and what it calls them.
     """
 
     fingerprint: str
     owner: str
-    is_admin: bool
+    role: Role
+    scope: Scope = field(default_factory=Scope)
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether it sees all, and may use the routes that change the server."""
+        return self.role in (Role.ADMIN, Role.OPERATOR)
+
+    @property
+    def account(self) -> str:
+        """What its turns, connections and verbs are counted for."""
+        return f"tenant {self.scope.tenant}" if self.scope.tenant else self.fingerprint
 
 
-KEYLESS = Caller("no key", "", is_admin=True)
+KEYLESS = Caller("no key", "", Role.ADMIN)
 """Every request to a server without keys."""
 
-ANONYMOUS = Caller("no key", "", is_admin=False)
+ANONYMOUS = Caller("no key", "", Role.INFERENCE)
 """A request to an open path of a server with keys."""
+
+
+NO_TENANTS = TenantTable()
 
 
 class KeyRing:
     """The accepted keys, kept as digests: comparing these takes the same time for every key and every length."""
 
     def __init__(
-        self, api_keys: Sequence[str], admin_keys: Sequence[str] = (), *, is_cache_shared: bool = False
+        self,
+        api_keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        *,
+        is_cache_shared: bool = False,
+        tenants: Tables | None = None,
     ) -> None:
-        """Without admin keys every key may do everything. is_cache_shared: all keys share cached prefixes."""
-        secret = secrets.token_bytes(32)
+        """Without admin keys every key may do everything. is_cache_shared: all keys share cached prefixes. tenants:
+        what is known of them now; None: there are none."""
+        self._secret = secrets.token_bytes(32)
+        self._is_cache_shared = is_cache_shared
+        self._tenants = tenants
         self._callers = tuple(
             (
                 key_digest(key),
                 Caller(
                     fingerprint(key),
-                    "" if is_cache_shared else hmac.new(secret, key_digest(key), "sha256").hexdigest(),
-                    is_admin=key in admin_keys or not admin_keys,
+                    self._owner(key_digest(key)),
+                    Role.ADMIN if key in admin_keys or not admin_keys else Role.INFERENCE,
                 ),
             )
             for key in dict.fromkeys((*api_keys, *admin_keys))
         )
 
     @classmethod
-    def of(cls, config: ServerConfig) -> KeyRing:
-        return cls(config.api_keys, config.admin_api_keys, is_cache_shared=config.share_prefix_cache)
+    def of(cls, config: ServerConfig, tenants: Tables | None = None) -> KeyRing:
+        return cls(config.api_keys, config.admin_api_keys, is_cache_shared=config.share_prefix_cache, tenants=tenants)
+
+    @property
+    def table(self) -> TenantTable:
+        return NO_TENANTS if self._tenants is None else self._tenants.table
 
     @property
     def has_keys(self) -> bool:
-        return bool(self._callers)
+        return bool(self._callers) or self.table.is_configured
+
+    @property
+    def shows_cached_tokens(self) -> bool:
+        """Whether answers say how much of a prompt was cached: never what another key has sent."""
+        return not self._is_cache_shared or (len(self._callers) < 2 and not self.table.is_configured)
 
     def admitted(self, headers: Headers) -> Caller | None:
         """Who sends a request with this head; None where it has no valid key, but needs one: its body is never read."""
-        return self.caller_of(headers.get("authorization")) if self._callers else KEYLESS
+        return self.caller_of(headers.get("authorization")) if self.has_keys else KEYLESS
 
     def caller_of(self, authorization: str | None) -> Caller | None:
         """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, always."""
         scheme, _, key = (authorization or "").partition(" ")
-        given = key_digest(key.strip())
+        given, table = key_digest(key.strip()), self.table
         found = [caller for digest, caller in self._callers if hmac.compare_digest(given, digest)]
-        return found[0] if found and scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            return None
+        if not found:
+            of_tenant = table.keys.get(given)
+            return None if of_tenant is None else self._caller(of_tenant, given, table)
+        if not table.is_configured:
+            return found[0]
+        return replace(found[0], scope=Scope(table, None if found[0].is_admin else ""))
+
+    def _caller(self, key: Key, digest: bytes, table: TenantTable) -> Caller:
+        owner = self._owner(digest if key.tenant is None else f"tenant {key.tenant}".encode())
+        return Caller(key.key_id, owner, key.role, Scope(table, key.tenant))
+
+    def _owner(self, of: bytes) -> str:
+        return "" if self._is_cache_shared else hmac.new(self._secret, of, "sha256").hexdigest()
 
 
 class ApiKeyMiddleware:
@@ -92,7 +144,7 @@ class ApiKeyMiddleware:
         self._keys = keys
         self._open_paths = open_paths
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -109,10 +161,10 @@ class ApiKeyMiddleware:
         )
         await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
-    def _caller_of(self, scope: Scope) -> Caller | None:
+    def _caller_of(self, scope: AsgiScope) -> Caller | None:
         if not self._keys.has_keys:
             return KEYLESS
-        if scope["path"] in self._open_paths:
+        if scope["path"] in self._open_paths and not (scope["path"] == METRICS_PATH and self._keys.table.is_configured):
             return ANONYMOUS
         return self._keys.caller_of(Headers(scope=scope).get("authorization"))
 

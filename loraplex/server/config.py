@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -402,11 +402,6 @@ class ServerConfig(ServerSettings):
         return bool(self.api_keys or self.admin_api_keys)
 
     @property
-    def shows_cached_tokens(self) -> bool:
-        """Whether answers say how much of a prompt was cached: never what another key has sent."""
-        return not self.share_prefix_cache or len(self.api_keys) + len(self.admin_api_keys) < 2
-
-    @property
     def allowed_adapter_roots(self) -> tuple[str, ...] | None:
         """Where the load routes may read: None is anywhere, () nowhere."""
         if self.adapter_roots is not None:
@@ -417,8 +412,7 @@ class ServerConfig(ServerSettings):
     def local_adapter_roots(self) -> tuple[Path, ...] | None:
         """The directories among `allowed_adapter_roots`, symbolic links resolved."""
         roots = self.allowed_adapter_roots
-        local = (root for root in roots or () if not root.startswith((HUB_PREFIX, OBJECT_PREFIX)))
-        return None if roots is None else tuple(Path(root).resolve() for root in local)
+        return None if roots is None else local_roots(roots)
 
 
 def registry_database(
@@ -447,6 +441,12 @@ def output_folder(config: ServerSettings) -> Path | None:
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"the folder of made adapters {folder} cannot be written to: {remedy}")
     return folder
+
+
+def local_roots(roots: Iterable[str]) -> tuple[Path, ...]:
+    """The directories among roots, symbolic links resolved."""
+    local = (root for root in roots if not root.startswith((HUB_PREFIX, OBJECT_PREFIX)))
+    return tuple(Path(root).resolve() for root in local)
 
 
 def _is_root(root: str) -> bool:

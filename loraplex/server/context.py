@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -27,7 +28,9 @@ from loraplex.server.model_names import ModelNames, Target
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
+from loraplex.server.tenants.metering import Accounts
 from loraplex.structured.params import StructuredOutputsParams, as_field
+from loraplex.tenants.directory import TenantDirectory
 
 NUM_GRAMMAR_THREADS = 2
 GRAMMAR_BYTES = 64 * 2**10
@@ -56,6 +59,8 @@ class ServerContext:
     keys: KeyRing
     maker: AdapterMaker
     grammars: OffLoop
+    tenants: TenantDirectory | None
+    accounts: Accounts | None
 
     @property
     def num_endless(self) -> int:
@@ -72,6 +77,13 @@ class ServerContext:
 
     async def end_requests(self) -> None:
         await self.in_flight.abort_all()
+
+    async def finish(self) -> None:
+        """After the last request."""
+        if self.accounts is not None:
+            await asyncio.to_thread(self.accounts.book.close)
+        if self.tenants is not None:
+            await asyncio.to_thread(self.tenants.close)
 
     @asynccontextmanager
     async def targets(
@@ -112,6 +124,7 @@ class ServerContext:
         connections = Connections(config, max_connections(config))
         metrics_page = MetricsPage(names.served[0], connections)
         off_loop = OffLoop()
+        tenants = _tenants_of(engine)
         return cls(
             engine=engine,
             config=config,
@@ -132,7 +145,9 @@ class ServerContext:
             views=OffLoop(NUM_ANSWER_THREADS),
             answers=OffLoop(NUM_ANSWER_THREADS),
             answer_turns=Turns(),
-            keys=KeyRing.of(config),
+            keys=KeyRing.of(config, tenants),
+            tenants=tenants,
+            accounts=None if tenants is None else Accounts(tenants),
             maker=AdapterMaker(
                 engine.registry,
                 engine.on_registry,
@@ -142,3 +157,13 @@ class ServerContext:
             ),
             grammars=OffLoop(NUM_GRAMMAR_THREADS),
         )
+
+
+def _tenants_of(engine: EngineSurface) -> TenantDirectory | None:
+    """None without a journal: then there is nowhere to keep them."""
+    state = engine.open_state()
+    if state is None:
+        return None
+    from loraplex.tenants.store import TenantStore  # sqlalchemy: a third of a second
+
+    return TenantDirectory(TenantStore(state))

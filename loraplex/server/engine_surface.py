@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
@@ -14,6 +14,9 @@ from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.structured.params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -207,6 +210,10 @@ class EngineSurface(Protocol):
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None: ...
 
     async def generate_lora_performance_report(self) -> LoraPerformanceReport: ...
+
+    def open_state(self) -> sa.Engine | None:
+        """A further way into the database of the journal, for what is kept beside names; None: there is no journal."""
+        ...
 
     async def shutdown(self) -> None: ...
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from loraplex.core import (
@@ -31,6 +31,7 @@ from loraplex.server.latency import LatencyHistograms
 from loraplex.server.model_names import Target
 from loraplex.server.pacing import Turns
 from loraplex.server.streaming import merge
+from loraplex.server.tenants.metering import Charge
 
 _PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?!/v1/)(?:~|\.{1,2})?/[^\s'\",;:()]+")
 """In the text of an error: in quotation marks, or without them up to what ends a word."""
@@ -98,8 +99,9 @@ class Generation:
     """What the client asked for, resolved. `model` is the name that the answer gives back.
 
     cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. claim: of
-    the owner's share. shows_cached_tokens:
-    false where a cached token may be another client's. hides_paths: errors name no place of this machine.
+    the owner's share. shows_cached_tokens: false where a cached token may be another client's. hides_paths: errors name
+    no place of this machine. clean: takes from an error what its client may not read. charge: what it costs its tenant;
+    None where there are none.
     """
 
     response_id: str
@@ -110,7 +112,14 @@ class Generation:
     claim: Claim = NO_CLAIM
     shows_cached_tokens: bool = True
     hides_paths: bool = False
+    clean: Callable[[LoraplexError], None] = lambda error: None
+    charge: Charge | None = None
     deadline: Deadline | None = None
+
+    @property
+    def rate_headers(self) -> Mapping[str, str]:
+        """What is left of its tenant's limits, once it has begun."""
+        return {} if self.charge is None else self.charge.headers
 
     def prompt_size(self, index: int, output: RequestOutput) -> int:
         """Of a prompt, in each of the completions of its output."""
@@ -193,16 +202,27 @@ class Generator:
     async def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
 
-        Raises what the engine raises, RequestAbortedError for a request that something else aborted,
+        Raises what the engine raises, TenantLimitError, RequestAbortedError for a request that something else aborted,
         EngineShutdownError for one that this server's shutdown did, and RequestTimeoutError for one whose deadline has
         passed.
         """
         outputs = merge([self._outputs(item, generation) for item in generation.items])
+        charge = generation.charge
         try:
+            if charge is not None:
+                charge.begin()
             async with contextlib.aclosing(outputs):
                 async for each in outputs:
+                    if charge is not None:
+                        charge.see(*each)
                     yield each
+        except LoraplexError:
+            if charge is not None:
+                charge.fail()
+            raise
         finally:
+            if charge is not None:
+                charge.end()
             for item in generation.items:
                 item.target.held.close()  # of prompts that did not begin
 

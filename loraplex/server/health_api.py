@@ -10,15 +10,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from loraplex import __version__
 from loraplex.adapters.registry import DatabaseState
 from loraplex.core import SamplingParams
 from loraplex.errors import EngineDeadError, EngineOverloadedError, LoraplexError
-from loraplex.server.access import Access, GuardedRoute, requires
+from loraplex.server.access import Access, GuardedRoute, check_access, requires
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.metrics_page import CONTENT_TYPE
@@ -173,7 +174,7 @@ class HealthRoutes:
         router.add_api_route("/ping", self.health, methods=["POST"], operation_id="post_ping", openapi_extra=extra)
         return router
 
-    def _routes(self) -> dict[str, tuple[Callable[[], Awaitable[Response]], Any]]:
+    def _routes(self) -> dict[str, tuple[Callable[..., Awaitable[Response]], Any]]:
         """Each path, what answers it, and the form of the answer (None: text)."""
         return {
             "/health": (self.health, Health),
@@ -226,8 +227,11 @@ class HealthRoutes:
         return Response(encode(version), media_type="application/json")
 
     @requires(Access.OPEN)
-    async def metrics(self) -> Response:
-        """Prometheus' text. It is there while the engine is not, and says so."""
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' text. It is there while the engine is not, and says so. Where there are tenants, a tenant's key
+        does not read it."""
+        if caller_of(request).scope.tenant is not None:
+            check_access(request, Access.ADMIN)
         return Response(await self._page(), media_type=CONTENT_TYPE)
 
     async def _render_page(self) -> bytes:

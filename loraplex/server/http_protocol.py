@@ -281,7 +281,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
     def _client_of_head(self) -> str | None:
         caller = self.server_admitted(Headers(raw=self.headers))
         if caller is not KEYLESS:
-            return None if caller is None else caller.fingerprint
+            return None if caller is None else caller.account
         peer = "" if self.client is None else self.client[0]
         return source_of(forwarded_for(peer, self.headers) or peer)
 

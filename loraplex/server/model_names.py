@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry, NameQuery
 from loraplex.core import AdapterChoice, AdapterMix
@@ -23,6 +24,7 @@ from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.engine_surface import EngineSurface, TextSurface
 from loraplex.server.responses import ModelCard
+from loraplex.tenants.records import EVERYTHING, Scope
 
 _WEIGHTED = re.compile(r"(?P<name>[^,]+):(?P<weight>[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)")
 
@@ -65,65 +67,86 @@ class ModelNames:
         self._merged_into = tuple(merged_into)
         self.served = tuple(served_model_names) or (engine.model_info.served_model_name,)
 
-    def adapter_of(self, model: str | None, lora_path: str | None = None) -> str | None:
-        """The adapter's name, None for the base. Raises ApiError (400 no model, 404 unknown) and LoraDisabledError."""
+    def adapter_of(self, model: str | None, lora_path: str | None = None, scope: Scope = EVERYTHING) -> str | None:
+        """The adapter's registered name, None for the base. scope: what the caller may see.
+
+        Raises ApiError (400 no model, 404 unknown) and LoraDisabledError.
+        """
         if model is None and lora_path is None:
             raise ApiError(
                 "model is missing: name the base model or an adapter (GET /v1/models lists them)", param="model"
             )
-        named = None if model is None else self._by_model(model)
+        named = None if model is None else self._by_model(model, scope)
         if lora_path is None:
             return named
-        self._require_adapter(lora_path, lora_path, "lora_path")
-        if named is not None and named != lora_path:
+        meant = self._require_adapter(lora_path, lora_path, "lora_path", scope)
+        if named is not None and named != meant:
             raise ApiError(
-                f"model names adapter {clipped(named)!r} and lora_path {clipped(lora_path)!r}: send one of them",
+                f"model names adapter {clipped(scope.shown(named))!r} and lora_path {clipped(lora_path)!r}: send one "
+                "of them",
                 param="lora_path",
             )
-        return lora_path
+        return meant
 
     def choice_of(
-        self, model: str | None, lora_path: str | None = None, merged: AdapterMix | None = None
+        self,
+        model: str | None,
+        lora_path: str | None = None,
+        merged: AdapterMix | None = None,
+        scope: Scope = EVERYTHING,
     ) -> AdapterChoice:
         """`adapter_of`, and mixes: of `model`, or `merged_adapters`, beside which only the base may be named."""
         mix = merged
-        if mix is None and model is not None and "," in model and not self._is_known(model):
+        if mix is None and model is not None and "," in model and not self._is_known(model, scope):
             mix = split_mix(model)
         if mix is None:
-            return self.adapter_of(model, lora_path)
-        if lora_path is not None or (merged and model is not None and self.adapter_of(model) is not None):
+            return self.adapter_of(model, lora_path, scope)
+        if lora_path is not None or (merged and model is not None and self.adapter_of(model, None, scope) is not None):
             raise ApiError(
                 "one request names adapters twice: send a mix, or one adapter in model or lora_path",
                 param="lora_path" if merged is None else "merged_adapters",
             )
         param = "model" if merged is None else "merged_adapters"
-        return AdapterMix(tuple((self._part(name, param), weight) for name, weight in mix.parts))
+        return AdapterMix(tuple((self._part(name, param, scope), weight) for name, weight in mix.parts))
 
-    def _is_known(self, model: str) -> bool:
-        return model in self.served or has_adapter(self._engine.registry, model)
+    def find(self, name: str, scope: Scope = EVERYTHING) -> str | None:
+        """Under which a name, or `name@N`, of a caller is registered; None: nothing that it may see answers."""
+        return scope.find(name, partial(has_adapter, self._engine.registry))
 
-    def _part(self, name: str, param: str) -> str:
-        """The adapter's name of a part of a mix, which may be `base:sql` too."""
-        if has_adapter(self._engine.registry, name):
-            return name
+    def answering(self, registered: str) -> str:
+        """The name of the adapter that answers for a name now; the name itself where none does any longer."""
+        try:
+            return "" if self._engine.registry is None else self._engine.registry.resolve(registered).adapter_name
+        except AdapterNotFoundError:
+            return registered
+
+    def _is_known(self, model: str, scope: Scope) -> bool:
+        return model in self.served or self.find(model, scope) is not None
+
+    def _part(self, name: str, param: str, scope: Scope) -> str:
+        """The adapter's registered name of a part of a mix, which may be `base:sql` too."""
+        if (found := self.find(name, scope)) is not None:
+            return found
         bases = (served + ":" for served in self.served)
         prefix = next((base for base in bases if name.startswith(base)), "")
-        return self._require_adapter(name.removeprefix(prefix), name, param)
+        return self._require_adapter(name.removeprefix(prefix), name, param, scope)
 
-    def answer_name(self, model: str | None, choice: AdapterChoice) -> str:
+    def answer_name(self, model: str | None, choice: AdapterChoice, scope: Scope = EVERYTHING) -> str:
         """What the answer says in `model`: the adapter's name, a mix, or the base's name as the client wrote it."""
-        return str(choice or model or self.served[0])
+        if isinstance(choice, AdapterMix):
+            return str(AdapterMix(tuple((scope.shown(name), weight) for name, weight in choice.parts)))
+        return model or self.served[0] if choice is None else scope.shown(choice)
 
-    def _by_model(self, model: str) -> str | None:
+    def _by_model(self, model: str, scope: Scope) -> str | None:
         if model in self.served:
             return None
         if self._merged_into:
             raise self._merged_away(model, "model")
-        if has_adapter(self._engine.registry, model):
-            return model
+        if (found := self.find(model, scope)) is not None:
+            return found
         for served in self.served:
             if model.startswith(served + ":"):
-                return self._require_adapter(model.removeprefix(served + ":"), model, "model")
+                return self._require_adapter(model.removeprefix(served + ":"), model, "model", scope)
         raise unknown_model(model)
 
     def _merged_away(self, model: str, param: str) -> ApiError:
@@ -137,16 +160,18 @@ class ModelNames:
             param=param,
         )
 
-    def _require_adapter(self, adapter_name: str, model: str, param: str) -> str:
+    def _require_adapter(self, adapter_name: str, model: str, param: str, scope: Scope) -> str:
         if self._merged_into:
             raise self._merged_away(adapter_name, param)
         if self._engine.registry is None:
             raise lora_is_off(f"adapter {clipped(adapter_name)!r} was asked for")
-        if not has_adapter(self._engine.registry, adapter_name):
+        if (found := self.find(adapter_name, scope)) is None:
             raise unknown_model(model, param)
-        return adapter_name
+        return found
 
-    def cards(self, query: NameQuery, *, has_paths: bool = True) -> Iterator[tuple[str, ModelCard]]:
+    def cards(
+        self, query: NameQuery, *, has_paths: bool = True, scope: Scope = EVERYTHING
+    ) -> Iterator[tuple[str, ModelCard]]:
         """Of the base model under each of its names, then of adapters. Without paths, `root` is the name again: where
         models lie is the operator's business. `query.after` may be a name of either kind.
         """
@@ -159,8 +184,9 @@ class ModelNames:
         for name in replace(query, is_sorted=False).of(served):
             yield name, self._base_card(name, has_paths)
         refs = {} if self._engine.registry is None else self._engine.registry.refs()
-        for name in query.of(refs):
-            yield name, self._adapter_card(name, refs[name], has_paths)
+        for name in scope.query(query).of(refs):
+            shown_name = scope.shown(name)
+            yield shown_name, self._adapter_card(shown_name, refs[name], has_paths)
 
     def _base_card(self, name: str, has_paths: bool) -> ModelCard:
         info = self._engine.model_info
@@ -171,11 +197,11 @@ class ModelNames:
         max_model_len = (None if ref.text is None else ref.text.max_model_len) or self._engine.model_info.max_model_len
         return ModelCard(name, self._created, root, self.served[0], max_model_len)
 
-    def card(self, model: str, *, has_paths: bool = True) -> ModelCard:
-        adapter_name, registry = self.adapter_of(model), self._engine.registry
+    def card(self, model: str, *, has_paths: bool = True, scope: Scope = EVERYTHING) -> ModelCard:
+        adapter_name, registry = self.adapter_of(model, None, scope), self._engine.registry
         if adapter_name is None or registry is None:
             return self._base_card(model, has_paths)
-        return self._adapter_card(adapter_name, registry.resolve(adapter_name), has_paths)
+        return self._adapter_card(scope.shown(adapter_name), registry.resolve(adapter_name), has_paths)
 
 
 def has_adapter(registry: LoRARegistry | None, name: str) -> bool:

@@ -163,10 +163,10 @@ class _Lane:
 
 
 def client_of(request: Request) -> str:
-    """Whose turn a request takes: its key's where the server has keys, else its address's."""
+    """Whose turn a request takes: its tenant's or key's where the server has keys, else its address's."""
     caller = caller_of(request)
     if caller is not KEYLESS:
-        return caller.fingerprint
+        return caller.account
     return address_of(request)
 
 

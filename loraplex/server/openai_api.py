@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import Claim
-from loraplex.server.access import Access, StrictRoute, requires
+from loraplex.server.access import Access, StrictRoute, clean_error, requires
 from loraplex.server.api_error import ApiError, error_reply
 from loraplex.server.auth import KEYLESS, caller_of
 from loraplex.server.chat_completions import ChatRenderer
@@ -31,6 +31,9 @@ from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EVENT_STREAM, PIECE_BYTES, EventStream, sse, until_disconnect
+from loraplex.server.tenants.callers_names import hide_targets
+from loraplex.server.tenants.metering import limits_of, within_context
+from loraplex.tenants.records import Scope
 from loraplex.text.tools.answer import WITH_SPECIAL_TOKENS, opens_thoughts, parser_for
 from loraplex.text.tools.wanted import AnswerReading
 
@@ -104,8 +107,9 @@ class OpenAIRoutes:
         body = await context.bodies.read(request, CompletionRequest)
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
-        adapters = self._adapters_of(body, num_prompts)
+        adapters = self._adapters_of(body, num_prompts, caller_of(request).scope)
         client = client_of(request)
+        hide_targets(request, context.names, adapters)
         async with context.targets(adapters, client) as targets:
             params = await _sampling_params(body, targets)
             for each in params.values():
@@ -133,7 +137,8 @@ class OpenAIRoutes:
         body = await context.bodies.read(request, ChatCompletionRequest)
         self._check_num_sequences(1, body.n)
         client = client_of(request)
-        adapter = context.names.choice_of(body.model, body.lora_path, body.mix)
+        adapter = context.names.choice_of(body.model, body.lora_path, body.mix, caller_of(request).scope)
+        hide_targets(request, context.names, [adapter])
         async with context.targets([adapter], client) as targets:
             target = targets[adapter]
             params, parser = self._with_tools(body, target)
@@ -167,16 +172,17 @@ class OpenAIRoutes:
         needs_special = parser in WITH_SPECIAL_TOKENS
         return (replace(params, skip_special_tokens=False) if needs_special else params), parser
 
-    @requires(Access.KEY)
+    @requires(Access.READ)
     async def list_models(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """The base model under each of its names, then every adapter; or those that are asked for."""
-        names, has_paths = self._context.names, caller_of(request).is_admin
-        cards = names.cards(query.names, has_paths=has_paths)
+        caller = caller_of(request)
+        cards = self._context.names.cards(query.names, has_paths=caller.is_admin, scope=caller.scope)
         return _json(await self._context.views.run(client_of(request), lambda: encode_list(cards, query), 0))
 
-    @requires(Access.KEY)
+    @requires(Access.READ)
     async def show_model(self, model: str, request: Request) -> Response:
-        return _json(encode(self._context.names.card(model, has_paths=caller_of(request).is_admin)))
+        caller = caller_of(request)
+        return _json(encode(self._context.names.card(model, has_paths=caller.is_admin, scope=caller.scope)))
 
     def _check_num_sequences(self, num_prompts: int, n: int) -> None:
         """Refuse what could not even wait on an idle server: coming again would not help."""
@@ -192,14 +198,14 @@ class OpenAIRoutes:
                 param="prompt" if n == 1 else "n",
             )
 
-    def _adapters_of(self, body: CompletionRequest, num_prompts: int) -> list[AdapterChoice]:
+    def _adapters_of(self, body: CompletionRequest, num_prompts: int, scope: Scope) -> list[AdapterChoice]:
         """The adapter or mix of each prompt. With a list in `lora_path`, null is what `model` says."""
         names = self._context.names
         if not isinstance(body.lora_path, list):
-            return [names.choice_of(body.model, body.lora_path, body.mix)] * num_prompts
+            return [names.choice_of(body.model, body.lora_path, body.mix, scope)] * num_prompts
         if len(body.lora_path) != num_prompts:
             raise ApiError(f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts", param="lora_path")
-        return [names.choice_of(body.model or names.served[0], path, body.mix) for path in body.lora_path]
+        return [names.choice_of(body.model or names.served[0], path, body.mix, scope) for path in body.lora_path]
 
     def _generation(
         self,
@@ -211,32 +217,47 @@ class OpenAIRoutes:
     ) -> Generation:
         response_id = f"{prefix}-{body.request_id or request.state.request_id}"
         unique = new_request_id()[:16]
+        caller = caller_of(request)
+        limits = limits_of(caller)
         items = tuple(
-            GenerationItem(prompt, target, f"{response_id}-{unique}-{index}", params)
+            GenerationItem(
+                prompt,
+                target,
+                f"{response_id}-{unique}-{index}",
+                within_context(params, len(prompt.token_ids), limits),
+            )
             for index, (prompt, target, params) in enumerate(wanted)
         )
-        choices = {item.adapter for item in items}
+        choices, accounts = {item.adapter for item in items}, self._context.accounts
+        costs = [(item.adapter, len(item.prompt.token_ids), item.params.n) for item in items]
         _log.debug("%s: adapters %s, user %r", response_id, choices, body.label)
         return Generation(
             response_id=response_id,
             created=int(time.time()),
-            model=self._context.names.answer_name(body.model, items[0].adapter if len(choices) == 1 else None),
+            model=self._context.names.answer_name(
+                body.model, items[0].adapter if len(choices) == 1 else None, caller.scope
+            ),
             items=items,
-            cache_salt=caller_of(request).owner + (body.cache_salt or ""),
+            cache_salt=caller.owner + (body.cache_salt or ""),
             claim=self._claim(request, body.priority),
-            hides_paths=not caller_of(request).is_admin,
-            shows_cached_tokens=self._context.config.shows_cached_tokens,
+            hides_paths=not caller.is_admin,
+            shows_cached_tokens=self._context.keys.shows_cached_tokens,
+            clean=partial(clean_error, request=request),
+            charge=None if accounts is None else accounts.charge(caller, costs),
             deadline=Deadline.of(arrived_s, body.timeout, self._context.config.max_request_s),
         )
 
     def _claim(self, request: Request, priority: int) -> Claim:
-        """A key's requests are a tenant's; without keys all are of one. Raises InvalidRequestError for the priority."""
+        """Of the key's tenant; a key without one is a tenant itself, and without keys all requests are of one.
+
+        Raises InvalidRequestError for the priority.
+        """
         most = self._context.config.max_priority
         if abs(priority) > most:
             text = f"priority is {priority}, and --max-priority {most} allows {-most} to {most}"
             raise InvalidRequestError(text if most else f"{text}; leave it out", param="priority")
         caller = caller_of(request)
-        return Claim("" if caller == KEYLESS else caller.fingerprint, priority=priority)
+        return Claim("" if caller == KEYLESS else caller.account, priority=priority)
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:
         """The answer, or its stream. A stream begins with the first output, so earlier errors have their status."""
@@ -245,14 +266,18 @@ class OpenAIRoutes:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
             num_logprobs = sum(map(_num_logprobs, outputs))
             size = sum(map(generation.prompt_size, range(len(outputs)), outputs)) + sum(map(_num_tokens, outputs))
-            return _json(await writer.write(partial(renderer.response, outputs), num_logprobs, size))
+            answer = _json(await writer.write(partial(renderer.response, outputs), num_logprobs, size))
+            answer.headers.update(generation.rate_headers)
+            return answer
         stream = generator.run(generation)
         try:
             first = await until_disconnect(request, anext(stream))
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(_events(first, stream, generation, renderer, writer), stream)
+        answer = EventStream(_events(first, stream, generation, renderer, writer), stream)
+        answer.headers.update(generation.rate_headers)
+        return answer
 
 
 async def _sampling_params(
@@ -304,6 +329,7 @@ async def _events(
                 yield chunk
         yield renderer.last_chunk()
     except LoraplexError as error:
+        generation.clean(error)
         yield sse(error_reply(error))
     except Exception as error:
         _log.exception("a stream failed")

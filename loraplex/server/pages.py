@@ -144,7 +144,7 @@ class PageRoutes:
     @requires(Access.OPEN)
     async def index(self, request: Request) -> Response:
         """Links: a page for a browser, JSON for everything else."""
-        models = None if self._context.config.has_keys else list(self._context.names.served)
+        models = None if self._context.keys.has_keys else list(self._context.names.served)
         if "text/html" not in request.headers.get("accept", ""):
             reply = Index("loraplex", __version__, models, LINKS)
             return Response(encode(reply), headers={"Vary": "Accept"}, media_type="application/json")

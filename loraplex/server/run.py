@@ -66,6 +66,7 @@ class Served(Protocol):
     def num_in_flight(self) -> int: ...
     def close(self) -> None: ...
     async def end_requests(self) -> None: ...
+    async def finish(self) -> None: ...
 
 
 def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[LoraplexError], str] = str) -> int:
@@ -187,6 +188,7 @@ class DrainingServer(uvicorn.Server):
             reaper.cancel()
             await asyncio.gather(reaper, *filter(None, [self._abort]), return_exceptions=True)
             await self._cut_requests()
+            await self._context.finish()
 
     def _stop_waiting(self) -> None:
         self.force_exit = True

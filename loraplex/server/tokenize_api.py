@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import TextSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Prompt
@@ -42,7 +43,7 @@ class TokenizeRoutes:
         context = self._context
         client = client_of(request)
         body = await context.bodies.read_one_of(request, _kind_of, TokenizeTextRequest.limits)
-        text = await self._text_of(body.model, client)
+        text = await self._text_of(body.model, request)
         if isinstance(body, TokenizeChatRequest):
             prompt = await context.prompts.from_chat(body, text, client, context.prompts.max_counted_ids(text))
         else:
@@ -56,19 +57,20 @@ class TokenizeRoutes:
         context = self._context
         body = await context.bodies.read(request, DetokenizeRequest)
         client = client_of(request)
-        text = await self._text_of(body.model, client)
+        text = await self._text_of(body.model, request)
         vocab_size = text.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise ApiError(f"token id {max(body.tokens)} is not in the vocabulary, 0..{vocab_size - 1}", param="tokens")
         reply = partial(_detokenized, body.tokens, tokenizer_of(text))
         return reply() if len(body.tokens) <= FEW_IDS else await context.answers.run(client, reply, 0)
 
-    async def _text_of(self, model: str | None, client: str) -> TextSurface:
+    async def _text_of(self, model: str | None, request: Request) -> TextSurface:
         """A name that is sent must exist."""
-        adapter = None if model is None else self._context.names.choice_of(model)
+        scope = caller_of(request).scope
+        adapter = None if model is None else self._context.names.choice_of(model, scope=scope)
         held = self._context.engine.hold_adapters(adapter)
         held.close()  # the text stays, and no version answers
-        return await self._context.text_of(held.refs, client)
+        return await self._context.text_of(held.refs, client_of(request))
 
     def _reply(self, prompt: Prompt, text: TextSurface, wants_strings: bool) -> Response:
         ids, tokenizer = list(prompt.token_ids), tokenizer_of(text)

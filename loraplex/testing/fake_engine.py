@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
 from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
@@ -36,6 +36,9 @@ from loraplex.structured.params import StructuredOutputsParams
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
 from loraplex.testing.fake_tokenizer import FakeTokenizer
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,6 +161,7 @@ class FakeAsyncEngine(AdapterVerbs):
         self._failures: list[tuple[LoraplexError, int]] = []
         self._death: EngineDeadError | None = None
         self._has_given_up = asyncio.Event()
+        self.state: sa.Engine | None = None
         for name, path in (adapters or {}).items():
             self._registry_or_refuse().load(name, path)
 
@@ -393,6 +397,10 @@ class FakeAsyncEngine(AdapterVerbs):
         adapters = await self.list_adapters()
         self._profile = None
         return profile.report(stats, StepProfile(), Kernels("fake", self.model_info.backend), footprints_of(adapters))
+
+    def open_state(self) -> sa.Engine | None:
+        """A test may put one there."""
+        return self.state
 
     async def shutdown(self) -> None:
         self.is_shut_down = True

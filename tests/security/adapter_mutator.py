@@ -346,7 +346,7 @@ class LoadPath:
 
     def __post_init__(self) -> None:
         opener = AdapterOpener(AdapterSource((self.root.resolve(),)), demo_reader())
-        self._roots = AdapterRoots(ServerConfig(adapter_roots=(str(self.root),)))
+        self._roots = AdapterRoots.of(ServerConfig(adapter_roots=(str(self.root),)))
         self._registry = LoRARegistry(FakeStore(), opener.open)
 
     def judge(self, directory: Path, inspects: bool = True) -> str:

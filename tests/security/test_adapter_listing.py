@@ -104,7 +104,7 @@ def test_a_directory_that_may_be_entered_but_not_listed(
         AdapterSource((root,)).fetch(given)
     assert repr(shortened(given)) in caught.value.message
     with pytest.raises(kind, match="cannot be listed") as caught:
-        AdapterRoots(ServerConfig(adapter_roots=(str(root),))).check(given, "lora_path")
+        AdapterRoots.of(ServerConfig(adapter_roots=(str(root),))).check(given, "lora_path")
     assert caught.value.param == "lora_path"
     helper = PEFTHelper.from_local_dir(adapter)
     for roots in (None, frozenset((root,))):
@@ -145,7 +145,7 @@ def test_shards_that_appear_after_their_bytes_were_counted_are_not_read(adapter:
 
 def test_a_directory_that_is_not_there_has_no_files(tmp_path: Path) -> None:
     """The check of the roots says nothing about it; the load does (404)."""
-    roots = AdapterRoots(ServerConfig(adapter_roots=(str(tmp_path),)))
+    roots = AdapterRoots.of(ServerConfig(adapter_roots=(str(tmp_path),)))
     (tmp_path / "file").touch()
     for name in ("none", "file", "file/below"):
         roots.check(str(tmp_path / name))

@@ -119,7 +119,7 @@ def test_a_revision_that_is_none_is_refused_before_the_hub_or_the_disk(
     ):
         AdapterSource(hub_cache=cache).fetch(f"{prefix}org/name@{revision}")
     with pytest.raises(AdapterPathNotFoundError, match="is no revision"):
-        AdapterRoots(ServerConfig(adapter_roots=("hf://",))).check(f"{prefix}org/name@{revision}")
+        AdapterRoots.of(ServerConfig(adapter_roots=("hf://",))).check(f"{prefix}org/name@{revision}")
     assert hub.asked == []
 
 
@@ -132,7 +132,7 @@ def test_a_revision_given_apart_is_checked_too(hub: Hub, cache: Path, revision: 
 
 @pytest.mark.parametrize("revision", GOOD_REVISIONS)
 def test_branches_tags_hashes_and_pull_requests_are_asked_for_as_they_are(hub: Hub, cache: Path, revision: str) -> None:
-    AdapterRoots(ServerConfig(adapter_roots=("hf://org",))).check(f"hf://org/name@{revision}")
+    AdapterRoots.of(ServerConfig(adapter_roots=("hf://org",))).check(f"hf://org/name@{revision}")
     source = AdapterSource(allowed_roots=(), hub_cache=cache)
     assert source.fetch(f"hf://org/name@{revision}") == hub.snapshot.resolve()
     assert source.fetch("org/name", revision) == hub.snapshot.resolve()
@@ -169,7 +169,7 @@ def test_a_repository_that_is_none_is_refused(hub: Hub, cache: Path, repo: str) 
     with pytest.raises(AdapterPathNotFoundError, match="is no hub repository"):
         AdapterSource(hub_cache=cache).fetch(f"hf://{repo}")
     with pytest.raises(AdapterPathNotFoundError, match="is no hub repository"):
-        AdapterRoots(ServerConfig(adapter_roots=("hf://",))).check(f"hf://{repo}@main")
+        AdapterRoots.of(ServerConfig(adapter_roots=("hf://",))).check(f"hf://{repo}@main")
     assert hub.asked == []
 
 
@@ -355,7 +355,7 @@ def test_messages_have_no_path_but_the_one_that_was_sent(
 
 def test_the_log_says_where_the_roots_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), pytest.raises(AdapterPathForbiddenError) as caught:
-        AdapterRoots(ServerConfig(adapter_roots=(str(tmp_path),))).check("/etc")
+        AdapterRoots.of(ServerConfig(adapter_roots=(str(tmp_path),))).check("/etc")
     assert str(tmp_path) not in caught.value.message
     assert str(tmp_path) in caplog.text
 
@@ -377,7 +377,7 @@ def test_files_that_link_out_of_a_root_are_refused_everywhere(tmp_path: Path, na
     (path / name).unlink(missing_ok=True)
     (path / name).symlink_to(target)
     with pytest.raises(AdapterPathForbiddenError):
-        AdapterRoots(ServerConfig(adapter_roots=(str(root),))).check(str(path))
+        AdapterRoots.of(ServerConfig(adapter_roots=(str(root),))).check(str(path))
     with pytest.raises(AdapterPathForbiddenError):
         AdapterSource(allowed_roots=(root,)).fetch(str(path))
 

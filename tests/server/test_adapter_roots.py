@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def roots(*allowed: object, host: str = "0.0.0.0") -> AdapterRoots:
-    return AdapterRoots(ServerConfig(host=host, adapter_roots=tuple(map(str, allowed)) or None))
+    return AdapterRoots.of(ServerConfig(host=host, adapter_roots=tuple(map(str, allowed)) or None))
 
 
 @pytest.mark.parametrize("name", ["good", "inner", "good/", "./good/../good", "missing"])

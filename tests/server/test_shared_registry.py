@@ -26,10 +26,11 @@ SECRET = "SECRET-of-the-database"
 
 
 class Program:
-    """`loraplex serve` in a session of its own, so that its engine's process is killed with it."""
+    """`loraplex serve` in a session of its own, so that its engine's process is killed with it. url: of a database."""
 
-    def __init__(self, url: str, log: Path, *arguments: str) -> None:
+    def __init__(self, url: str | None, log: Path, *arguments: str) -> None:
         self.log = log
+        database = {} if url is None else {"LORAPLEX_DATABASE_URL": url}
         options = ["--served-model-name", "demo", "--no-standby-engine", "--num-threads", "1", "--log-level", "debug"]
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -38,7 +39,7 @@ class Program:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "LORAPLEX_DATABASE_URL": url},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **database},
             )
         self.client = httpx.Client(timeout=60, trust_env=False)
 

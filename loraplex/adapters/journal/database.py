@@ -10,6 +10,7 @@ import errno
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -64,12 +65,23 @@ class Database:
         hosts = str(given.get("host") or given.get("hostaddr") or "the local socket")
         self.place = f"{hosts}:{given.get('port', DEFAULT_PORT)}/{given.get('dbname', '')}"
 
-    def _connect(self) -> Any:
+    def _connect(self, autocommit: bool = True) -> Any:
         import psycopg
 
         session = psycopg.connect(**self._settings, autocommit=True)
         session.execute(SESSION)
+        session.autocommit = autocommit
         return session
+
+    def pooled(self) -> sa.Engine:
+        """At most two sessions, kept, with SQLAlchemy's own transactions."""
+        return sa.create_engine(
+            "postgresql+psycopg://",
+            creator=partial(self._connect, False),
+            pool_size=1,
+            max_overflow=1,
+            pool_pre_ping=True,
+        )
 
     def connect(self) -> sa.Connection:
         """A session in which each statement is a transaction, unless `BEGIN` is one of them.

@@ -141,6 +141,10 @@ class PostgresJournal(SharedJournal):
         tables.refuse_damage(news, self._database.place)
         return news
 
+    def open_state(self) -> sa.Engine:
+        """Further sessions with the database, for tables of others than the registry."""
+        return self._database.pooled()
+
     # ------------------------------------------------------------------------------------------------------- the reader
 
     def follow(self, apply: Apply) -> None:

@@ -83,6 +83,9 @@ def make_tables(connection: sa.Connection, base_model: str, place: str) -> None:
     if not known and connection.execute(sa.select(NAMES_TABLE.c.name).limit(1)).first() is None:
         known = {"schema": SCHEMA_VERSION, "base_model": base_model, "last_adapter_id": "0", "sequence": "0"}
         connection.execute(ABOUT_TABLE.insert(), [{"key": key, "value": value} for key, value in known.items()])
+    if known.get("schema") == "2":  # the tables of tenants are made by now
+        known["schema"] = SCHEMA_VERSION
+        connection.execute(ABOUT_TABLE.update().where(ABOUT_TABLE.c.key == "schema").values(value=SCHEMA_VERSION))
     connection.exec_driver_sql("COMMIT")
     if missing := [key for key in (*ABOUT, "sequence") if key not in known]:
         raise ConfigError(f"database {place} is no registry of Loraplex: its table `about` lacks {', '.join(missing)}")

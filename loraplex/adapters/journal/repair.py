@@ -21,6 +21,7 @@ from loraplex.adapters.journal.copies import JournalCopies, time_of
 from loraplex.adapters.journal.damage import Damage
 from loraplex.adapters.journal.state_directory import StateDirectory
 from loraplex.adapters.journal.tables import DamagedJournalError, JournalContents, JournalTables
+from loraplex.adapters.journal.tenant_rows import TenantRows
 from loraplex.adapters.journal.texts import SavedTexts
 from loraplex.adapters.registry.records import NameChange, NameRecord
 from loraplex.errors import ConfigError
@@ -31,7 +32,7 @@ class StateReport:
     """What a check found. base_model None: neither the journal nor a copy can be read, and nothing can be repaired.
 
     kept: names that the journal has whole; restored: those that the copy of `copy_time` has; dropped: what no copy has.
-    textless: those whose text is damaged.
+    textless: those whose text is damaged. has_old_keys: keys of tenants come from a copy, too.
     """
 
     path: str
@@ -41,6 +42,8 @@ class StateReport:
     dropped: tuple[str, ...]
     textless: tuple[str, ...]
     damages: tuple[Damage, ...]
+    num_tenants: int
+    has_old_keys: bool
     num_copies: int
     copy_time: str | None
 
@@ -53,6 +56,7 @@ class StateReport:
             f"state directory {self.path}",
             f"  base model   {self.base_model or 'unknown'}",
             f"  adapters     {len(self.kept)}",
+            *([f"  tenants      {self.num_tenants}"] if self.num_tenants else ()),
             f"  copies       {self.num_copies}" + (f", the newest of {self.copy_time}" if self.copy_time else ""),
             *(f"  damaged      {damage}" for damage in self.damages),
         ]
@@ -68,6 +72,10 @@ class StateReport:
             lines.append(f"  takes from the copy of {self.copy_time}: {_listed(self.restored)}")
         if self.dropped:
             lines.append(f"  drops: {_listed(self.dropped)}")
+        if self.has_old_keys:
+            lines.append(
+                f"  takes tenants and keys from that copy: revoke again what was revoked after {self.copy_time}"
+            )
         if self.textless:
             lines.append(f"  leaves without a text of their own, until they are loaded again: {_listed(self.textless)}")
         return lines
@@ -106,6 +114,7 @@ def _replace_journal(directory: StateDirectory, base_model: str, found: _Found, 
     with closing(JournalTables(made, base_model)) as tables:
         tables.raise_last_adapter_id(found.last_adapter_id)
         tables.write([NameChange(name, record) for name, record in found.names.items()])
+        tables.write_tenants(found.tenants)
     for suffix in ("-wal", "-shm", ""):
         file = Path(f"{directory.journal_file}{suffix}")
         if file.exists():
@@ -115,12 +124,14 @@ def _replace_journal(directory: StateDirectory, base_model: str, found: _Found, 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The report, the names of a repaired journal, the highest adapter_id that either file knows, damaged texts."""
+    """The report, the names and tenants of a repaired journal, the highest adapter_id that either file knows, damaged
+    texts."""
 
     report: StateReport
     names: Mapping[str, NameRecord]
     last_adapter_id: int
     texts: Mapping[Path, Damage]
+    tenants: TenantRows
 
 
 def _examine(directory: StateDirectory) -> _Found:
@@ -149,10 +160,13 @@ def _examine(directory: StateDirectory) -> _Found:
         dropped=tuple(sorted({name for name in lost if name not in restored})),
         textless=tuple(str(damage.name) for damage in texts.values()),
         damages=(*damages, *texts.values()),
+        num_tenants=len(known[0].tenants.rows.get("tenants", ())) if known else 0,
+        has_old_keys=contents is None and copy is not None and copy.tenants.revision is not None,
         num_copies=len(copies),
         copy_time=time_of(copy_file or copies[0]) if copies else None,
     )
-    return _Found(report, names, max((each.last_adapter_id for each in known), default=0), texts)
+    tenants = known[0].tenants if known else TenantRows()
+    return _Found(report, names, max((each.last_adapter_id for each in known), default=0), texts, tenants)
 
 
 def _read_journal(directory: StateDirectory) -> JournalContents:
@@ -161,7 +175,7 @@ def _read_journal(directory: StateDirectory) -> JournalContents:
         raise DamagedJournalError(f"{directory.journal_file} is {'empty' if is_empty else 'missing'}")
     directory.make_private(directory.journal_file)
     with closing(JournalTables(directory.journal_file, None)) as tables:
-        return tables.read()
+        return tables.read(with_usage=True)
 
 
 def _newest_readable(copies: list[Path]) -> tuple[Path | None, JournalContents | None]:
@@ -170,7 +184,7 @@ def _newest_readable(copies: list[Path]) -> tuple[Path | None, JournalContents |
         with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
             try:
                 with closing(JournalTables(Path(shutil.copy(file, folder)), None)) as tables:
-                    contents = tables.read()
+                    contents = tables.read(with_usage=True)
             except ConfigError:
                 continue
         if not contents.damages:

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import sqlalchemy as sa
+
 from loraplex.adapters.journal.copies import JournalCopies, time_of
 from loraplex.adapters.journal.damage import summary
 from loraplex.adapters.journal.state_directory import StateDirectory
@@ -70,6 +72,7 @@ class SqliteJournal:
         self._logged = ""
         self._take_usage: Callable[[], Sequence[NameUsage]] = tuple
         self._is_changed = False  # since the last copy
+        self._copied_tenants = self._tables.tenants_revision()
         self._copied_s = time.monotonic()
         self._copy()
         self._writer = threading.Thread(target=self._write, name="loraplex-journal", daemon=True)
@@ -118,6 +121,10 @@ class SqliteJournal:
     ) -> None:
         self.close()
 
+    def open_state(self) -> sa.Engine:
+        """Further connections to the file, for tables of others than the registry."""
+        return sa.create_engine(sa.URL.create("sqlite", database=str(self._directory.journal_file)))
+
     def record(self, changes: Sequence[NameChange]) -> Future[None]:
         """As registry.Journal says. After `close` the future raises JournalError."""
         written: Future[None] = Future()
@@ -154,6 +161,7 @@ class SqliteJournal:
             self._write_changes(waiting)
             if is_last or time.monotonic() - counted_s >= self._count_interval_s:
                 self._write_counters()
+                self._look_at_tenants()
                 counted_s = time.monotonic()
             if self._is_changed and (is_last or time.monotonic() - self._copied_s >= self._copy_interval_s):
                 self._copy()
@@ -202,6 +210,13 @@ class SqliteJournal:
         """Counters are of those names that are written; they are not worth an error."""
         with suppress(Exception):
             self._tables.write_usage(self._take_usage())
+
+    def _look_at_tenants(self) -> None:
+        """Others write them: keys that were made or revoked are to be in a copy, too."""
+        with suppress(Exception):
+            revision = self._tables.tenants_revision()
+            self._is_changed |= revision != self._copied_tenants
+            self._copied_tenants = revision
 
     def _copy(self) -> None:
         """Without a copy the journal itself is still whole: a failure is logged, and the next copy is made in time."""

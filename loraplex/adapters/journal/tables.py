@@ -7,7 +7,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from loraplex.adapters.journal.rows import (
     raw_rows,
     version_rows,
 )
+from loraplex.adapters.journal.tenant_rows import REVISION, TenantRows, read_tenant_rows
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.errors import ConfigError
 
-SCHEMA_VERSION = "2"
-UPGRADES = {"1": "ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'"}
-"""Schema to what makes it the present one: a registry without a history takes the order of what is kept."""
+SCHEMA_VERSION = "3"
+UPGRADES = {"1": ("ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'",), "2": ()}
+"""Schema to what makes it the present one: a registry without a history takes the order of what is kept. Tables that
+are missing, those of tenants in 2, are made before."""
 
 MAX_MESSAGE_CHARS = 1024
 MAX_FOUND = 1000
@@ -91,12 +93,14 @@ class DamagedJournalError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """All that a journal has. names: those that can be used, in the order of their loads; damages: what cannot."""
+    """All that a journal has. names: those that can be used, in the order of their loads; damages: what cannot;
+    tenants: what of tenants can."""
 
     base_model: str
     names: Mapping[str, NameRecord]
     last_adapter_id: int
     damages: tuple[Damage, ...] = ()
+    tenants: TenantRows = field(default_factory=TenantRows)
 
 
 class JournalTables:
@@ -152,7 +156,8 @@ class JournalTables:
                 connection.execute(
                     ABOUT_TABLE.update().where(ABOUT_TABLE.c.key == "schema").values(value=SCHEMA_VERSION)
                 )
-                connection.exec_driver_sql(UPGRADES[about["schema"]])
+                for statement in UPGRADES[about["schema"]]:
+                    connection.exec_driver_sql(statement)
                 about["schema"] = SCHEMA_VERSION
             connection.commit()
             self._damages += schema_damages(connection)
@@ -179,11 +184,14 @@ class JournalTables:
             raise DamagedJournalError(f"{self._file} is damaged: its table `about` lacks {', '.join(missing)}")
         if not _ADAPTER_ID.fullmatch(about["last_adapter_id"]):
             raise DamagedJournalError(f"{self._file} is damaged: last_adapter_id in its table `about` is no number")
-        if strange := sorted(map(repr, about.keys() - set(ABOUT))):
+        if strange := sorted(map(repr, about.keys() - {*ABOUT, REVISION})):
             self._damages += (Damage(None, f"its table `about` has {', '.join(strange)[:200]}"),)
 
-    def read(self) -> JournalContents:
-        """Every name with its record, and the highest adapter_id ever. Rows that cannot be used are `damages`."""
+    def read(self, *, with_usage: bool = False) -> JournalContents:
+        """Every name with its record, and the highest adapter_id ever. Rows that cannot be used are `damages`.
+
+        with_usage: also what tenants have used, which only a repair needs.
+        """
         with self._refusing_damage(), self._engine.connect() as connection:
             names = {row["name"]: row for row in raw_rows(connection, sa.select(*raw(NAMES_TABLE)))}
             versions: defaultdict[Any, list[Row]] = defaultdict(list)
@@ -191,9 +199,11 @@ class JournalTables:
                 versions[row["name"]].append(row)
             is_last = ABOUT_TABLE.c.key == "last_adapter_id"
             self._last_adapter_id = int(connection.execute(sa.select(ABOUT_TABLE.c.value).where(is_last)).scalar_one())
+            tenants = read_tenant_rows(connection, with_usage=with_usage)
         records: dict[str, NameRecord] = {}
         damages = [
             *self._damages,
+            *tenants.damages,
             *(Damage(str(name), "its name has no row") for name in versions if name not in names),
         ]
         for name, row in names.items():
@@ -204,9 +214,19 @@ class JournalTables:
         damages += check_together(records, self._last_adapter_id)
         damaged = {damage.name for damage in damages}
         by_age = sorted(records.keys() - damaged, key=lambda name: records[name].versions[0].adapter_id)
-        return JournalContents(
-            self._base_model, {name: records[name] for name in by_age}, self._last_adapter_id, tuple(damages)
-        )
+        names_by_age = {name: records[name] for name in by_age}
+        return JournalContents(self._base_model, names_by_age, self._last_adapter_id, tuple(damages), tenants)
+
+    def tenants_revision(self) -> str | None:
+        """The number of the last change of tenants and keys; None: there are none."""
+        with self._engine.connect() as connection:
+            is_it = ABOUT_TABLE.c.key == REVISION
+            return connection.execute(sa.select(ABOUT_TABLE.c.value).where(is_it)).scalar()
+
+    def write_tenants(self, tenants: TenantRows) -> None:
+        """Into a journal without any."""
+        with self._engine.begin() as connection:
+            tenants.write(connection)
 
     def copy_to(self, copies: JournalCopies) -> Path:
         """Add a dated copy. Raises OSError or sqlite3.Error."""
@@ -227,8 +247,8 @@ class JournalTables:
         last_adapter_id = max((self._last_adapter_id, *(row["adapter_id"] for row in versions)))
         is_last = ABOUT_TABLE.c.key == "last_adapter_id"
         with self._engine.begin() as connection:
-            connection.execute(NAMES_TABLE.delete().where(NAMES_TABLE.c.name == sa.bindparam("old_name")), names)
-            connection.execute(VERSIONS_TABLE.delete().where(VERSIONS_TABLE.c.name == sa.bindparam("old_name")), names)
+            for table in (NAMES_TABLE, VERSIONS_TABLE) if names else ():
+                connection.execute(table.delete().where(table.c.name == sa.bindparam("old_name")), names)
             if records:
                 connection.execute(NAMES_TABLE.insert(), [name_row(name, record) for name, record in records.items()])
                 connection.execute(VERSIONS_TABLE.insert(), versions)

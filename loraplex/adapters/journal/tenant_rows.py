@@ -1,0 +1,168 @@
+"""Rows of tenants in the journal's database: their tables, what is wrong with them, and a repair's copy of them.
+
+The tables are made with the journal's own. `about` has the number of the last change under `REVISION`; while it is
+missing the server has no tenants and asks for no key of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Meta
+
+from loraplex.adapters.journal.damage import Count, Damage, Digest, Row, Text, Time
+from loraplex.adapters.journal.rows import ABOUT_TABLE, SCHEMA, raw, raw_rows
+
+REVISION = "tenants"
+
+TENANTS_TABLE = sa.Table(
+    "tenants",
+    SCHEMA,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("adapter_roots", sa.Text, nullable=False),  # JSON: a list of texts
+    sa.Column("limits", sa.Text, nullable=False),  # JSON: numbers by name
+    sa.Column("created_time", sa.Float, nullable=False),
+    sa.Column("deleted_time", sa.Float),
+)
+KEYS_TABLE = sa.Table(
+    "tenant_keys",
+    SCHEMA,
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("digest", sa.Text, nullable=False, unique=True),
+    sa.Column("tenant", sa.Text),
+    sa.Column("role", sa.Text, nullable=False),
+    sa.Column("label", sa.Text, nullable=False),
+    sa.Column("created_time", sa.Float, nullable=False),
+    sa.Column("revoked_time", sa.Float),
+)
+SHARES_TABLE = sa.Table(
+    "tenant_shares",
+    SCHEMA,
+    sa.Column("adapter", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, primary_key=True),  # `*`: all of them
+)
+USAGE_COUNTS = ("requests", "errors", "prompt_tokens", "cached_tokens", "generated_tokens")
+USAGE_TABLE = sa.Table(
+    "tenant_usage",
+    SCHEMA,
+    sa.Column("day", sa.Text, primary_key=True),  # 2026-11-23, in UTC
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("adapter", sa.Text, primary_key=True),  # as registered; empty: the base model
+    sa.Column("tenant", sa.Text, nullable=False),  # empty: the operator's
+    *(sa.Column(name, sa.BigInteger, nullable=False) for name in USAGE_COUNTS),
+    sa.Column("waiting_s", sa.Float, nullable=False),
+)
+
+KeyId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
+TenantName = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,62}\Z")]
+
+
+class TenantRow(msgspec.Struct, forbid_unknown_fields=True):
+    name: TenantName
+    adapter_roots: str
+    limits: str
+    created_time: Time
+    deleted_time: Time | None
+
+
+class KeyRow(msgspec.Struct, forbid_unknown_fields=True):
+    key_id: KeyId
+    digest: Digest
+    tenant: TenantName | None
+    role: Literal["admin", "operator", "tenant", "read-only"]
+    label: Annotated[str, Meta(max_length=200)]
+    created_time: Time
+    revoked_time: Time | None
+
+
+class ShareRow(msgspec.Struct, forbid_unknown_fields=True):
+    adapter: Text
+    tenant: Annotated[str, Meta(pattern=r"\A(\*|[a-z0-9][a-z0-9._-]{0,62})\Z")]
+
+
+class UsageRow(msgspec.Struct, forbid_unknown_fields=True):
+    day: Annotated[str, Meta(pattern=r"\A\d{4}-\d\d-\d\d\Z")]
+    key_id: str
+    adapter: str
+    tenant: str
+    requests: Count
+    errors: Count
+    prompt_tokens: Count
+    cached_tokens: Count
+    generated_tokens: Count
+    waiting_s: float
+
+
+WRONG_ROLES = {True: ("tenant",), False: ("admin", "operator")}
+"""Without a tenant, and with one."""
+
+ROW_KINDS: Mapping[str, type[msgspec.Struct]] = {
+    "tenants": TenantRow,
+    "tenant_keys": KeyRow,
+    "tenant_shares": ShareRow,
+    "tenant_usage": UsageRow,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRows:
+    """Sound rows by table, the number of the last change (None: there are no tenants), and what is not sound."""
+
+    revision: str | None = None
+    rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    damages: tuple[Damage, ...] = ()
+
+    def write(self, connection: sa.Connection) -> None:
+        """Into empty tables."""
+        if self.revision is not None:
+            connection.execute(ABOUT_TABLE.insert(), {"key": REVISION, "value": self.revision})
+        for name, rows in self.rows.items():
+            if rows:
+                connection.execute(SCHEMA.tables[name].insert(), [dict(row) for row in rows])
+
+
+def read_tenant_rows(connection: sa.Connection, *, with_usage: bool = False) -> TenantRows:
+    """A damaged row opens nothing: it is left out, and a repair drops it."""
+    found = connection.execute(sa.select(ABOUT_TABLE.c.value).where(ABOUT_TABLE.c.key == REVISION)).scalar()
+    rows: dict[str, list[Row]] = {}
+    damages = []
+    if found is not None and not str(found).isdecimal():
+        damages.append(Damage(None, "the number of the last change of its tenants is no number"))
+        found = "1"  # there were tenants: the server stays closed
+    for name, kind in ROW_KINDS.items():
+        rows[name] = []
+        if name == USAGE_TABLE.name and not with_usage:
+            continue
+        for row in raw_rows(connection, sa.select(*raw(SCHEMA.tables[name]))):
+            wrong = _fault(row, kind)
+            if wrong is None:
+                rows[name].append(row)
+            else:
+                damages.append(Damage(None, f"a row of its table {name} ({_shown(row)}) cannot be used: {wrong}"))
+    if found is None and any(rows[each] for each in ("tenants", "tenant_keys")):
+        damages.append(Damage(None, "it has tenants, and no number of their last change"))
+        found = "1"
+    return TenantRows(found, rows, tuple(damages))
+
+
+def _fault(row: Row, kind: type[msgspec.Struct]) -> str | None:
+    try:
+        made: Any = msgspec.convert(dict(row), kind)
+        if kind is TenantRow:
+            msgspec.json.decode(made.adapter_roots, type=list[str])
+            msgspec.json.decode(made.limits, type=dict[str, float])
+        if kind is KeyRow and not made.digest.startswith(made.key_id):
+            return "its key_id is not that of its digest"
+        if kind is KeyRow and made.role in WRONG_ROLES[made.tenant is None]:
+            return f"its role is {made.role!r}, and its tenant {made.tenant!r}"
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        return str(error)[:200]
+    return None
+
+
+def _shown(row: Row) -> str:
+    return ", ".join(str(value)[:40] for value in list(row.values())[:1])

@@ -1,0 +1,86 @@
+"""How many adapters, bytes and pins a tenant may have: checked around the verbs that add some.
+
+The verbs of a tenant with such limits run one after another, so that two of them never take the last place together.
+Each server counts what its registry has; bytes are those of the files, of all versions that are kept. An adapter that
+turns out to be too large when it is read is unloaded again, or its version before answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import Request
+
+from loraplex.adapters.registry import LoRARegistry, NameQuery
+from loraplex.errors import TenantLimitError
+from loraplex.server.auth import caller_of
+from loraplex.server.engine_surface import EngineSurface
+from loraplex.tenants.limits import Limits
+
+RETRY_S = 60.0
+"""It is the tenant that makes room: to come again soon would not help."""
+
+
+class AdapterQuota:
+    def __init__(self, engine: EngineSurface) -> None:
+        self._engine = engine
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    @asynccontextmanager
+    async def changing(
+        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False
+    ) -> AsyncIterator[None]:
+        """Around a verb that loads or pins the adapter registered as `name`. Raises TenantLimitError."""
+        scope = caller_of(request).scope
+        tenant = scope.table.tenants.get(scope.tenant or "")
+        limits = Limits() if tenant is None else tenant.limits
+        is_limited = is_load and (limits.adapters is not None or limits.adapter_bytes is not None)
+        if tenant is None or not (is_limited or (is_pin and limits.pins is not None)):
+            yield
+            return
+        prefix = f"{tenant.name}/"
+        async with self._turns.setdefault(tenant.name, asyncio.Lock()):
+            before = await self._engine.on_registry(_bytes_of, prefix)
+            if is_load and name not in before and _is_full(limits.adapters, len(before)):
+                raise _too_many(f"{len(before)} adapters", limits.adapters, "adapters")
+            if is_load and _is_full(limits.adapter_bytes, sum(before.values())) and name not in before:
+                raise _too_many(f"{sum(before.values())} bytes of adapters", limits.adapter_bytes, "adapter_bytes")
+            if is_pin and limits.pins is not None:
+                pinned = await self._engine.on_registry(_pinned_of, prefix) - {name}
+                if _is_full(limits.pins, len(pinned)):
+                    raise _too_many(f"{len(pinned)} pinned adapters", limits.pins, "pins")
+            yield
+            if is_load and limits.adapter_bytes is not None:
+                await self._check_bytes(prefix, name, before, limits.adapter_bytes)
+
+    async def _check_bytes(self, prefix: str, name: str, before: dict[str, int], most: int) -> None:
+        after = await self._engine.on_registry(_bytes_of, prefix)
+        if sum(after.values()) <= most or after.get(name) == before.get(name):
+            return
+        undo = LoRARegistry.move if name in before else LoRARegistry.unload
+        await self._engine.on_registry(undo, name)
+        raise _too_many(f"with this one {sum(after.values())} bytes of adapters", most, "adapter_bytes")
+
+
+def _is_full(most: int | None, num: int) -> bool:
+    return most is not None and num >= most
+
+
+def _too_many(what: str, most: int | None, limit: str) -> TenantLimitError:
+    text = f"this tenant has {what}, and may have {most}: unload, or unpin, one of them first"
+    return TenantLimitError(text, RETRY_S, limit)
+
+
+def _bytes_of(registry: LoRARegistry, prefix: str) -> dict[str, int]:
+    """By name, of all its versions."""
+    found: dict[str, int] = {}
+    for spec in registry.specs():
+        if spec.adapter_name.startswith(prefix):
+            found[spec.adapter_name] = found.get(spec.adapter_name, 0) + spec.nbytes
+    return found
+
+
+def _pinned_of(registry: LoRARegistry, prefix: str) -> set[str]:
+    return {info.ref.adapter_name for info in registry.infos(NameQuery(prefix=prefix)) if info.is_pinned}

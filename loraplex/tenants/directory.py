@@ -1,0 +1,65 @@
+"""What a running server knows of its tenants: the table of the database, read again when its number changes.
+
+One thread asks for the number every POLL_S; so a key that is revoked anywhere opens nothing after that time. While the
+database does not answer, the last table is what counts. Reading it is one attribute: nothing waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from loraplex.errors import LoraplexError
+from loraplex.tenants.records import TenantTable
+
+if TYPE_CHECKING:
+    from loraplex.tenants.store import TenantStore
+
+POLL_S = 0.25
+
+_log = logging.getLogger(__name__)
+
+
+class Tables(Protocol):
+    @property
+    def table(self) -> TenantTable:
+        """What holds now."""
+        ...
+
+
+class TenantDirectory:
+    """`table` is what holds now. Raises JournalError when the database cannot be read at first."""
+
+    def __init__(self, store: TenantStore, poll_s: float = POLL_S) -> None:
+        self.store = store
+        self.table = TenantTable()
+        self._poll_s = poll_s
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self.refresh()
+        self._watcher = threading.Thread(target=self._watch, name="loraplex-tenants", daemon=True)
+        self._watcher.start()
+
+    def refresh(self) -> TenantTable:
+        """What the database has now: after a change of this server's, which is answered when it holds."""
+        with self._lock:
+            if self.store.revision() != self.table.revision:
+                self.table = self.store.read()
+            return self.table
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._watcher.join()
+        self.store.close()
+
+    def _watch(self) -> None:
+        is_away = False
+        while not self._is_closed.wait(self._poll_s):
+            try:
+                self.refresh()
+                is_away = False
+            except LoraplexError as error:
+                if not is_away:
+                    _log.error("%s; keys and tenants stay as they are known", error)
+                is_away = True

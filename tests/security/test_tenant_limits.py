@@ -1,0 +1,290 @@
+"""What a tenant may use over HTTP, and what it has used: 429, headers, adapters, and whose usage a caller reads."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.errors import EngineDeadError
+from loraplex.server import ServerConfig, create_app
+from loraplex.tenants.limits import Limits
+from loraplex.tenants.records import Role
+from loraplex.testing import FakeAsyncEngine
+from tests.security.tenancy import Tenancy, tenancy
+from tests.server.asgi_call import AsgiCall
+from tests.server.conftest import client_of
+
+BODY: dict[str, Any] = {"model": "sql", "prompt": "hello", "max_tokens": 4}
+CHAT: dict[str, Any] = {"model": "sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Tenancy]:
+    with tenancy(tmp_path) as made:
+        yield made
+
+
+def limit(server: Tenancy, **limits: Any) -> None:
+    server.store.change_tenant("acme", limits=Limits(**limits))
+    server.refresh()
+
+
+def client_as(server: Tenancy, role: str) -> httpx.AsyncClient:
+    client = client_of(server.app)
+    client.headers.update(server.headers(role))
+    return client
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(("url", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_too_many_requests(server: Tenancy, url: str, body: dict[str, Any], is_stream: bool) -> None:
+    limit(server, requests_per_s=0.001)
+    async with client_as(server, "acme") as client:
+        first = await client.post(url, json={**body, "stream": is_stream})
+        assert first.status_code == 200
+        assert first.headers["x-ratelimit-limit-requests"] == "1"
+        assert first.headers["x-ratelimit-remaining-requests"] == "0"
+        assert "x-ratelimit-limit-tokens" not in first.headers
+        num_requests = len(server.engine.requests)
+        refused = await client.post(url, json={**body, "stream": is_stream})
+        assert refused.status_code == 429
+        assert 900 < int(refused.headers["retry-after"]) <= 1000
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert refused.headers["x-ratelimit-reset-requests"].endswith("s")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert refused.json()["error"]["code"] == "tenant_limit"
+        assert len(server.engine.requests) == num_requests, "it was not queued"
+    async with client_as(server, "beta") as client:  # another tenant's are its own
+        for _ in range(5):
+            assert (await client.post(url, json={**body, "stream": is_stream})).status_code == 200
+
+
+async def test_keys_of_a_tenant_share_its_limits(server: Tenancy) -> None:
+    limit(server, requests_per_s=0.001)
+    server.add_key("acme too", Role.TENANT, "acme")
+    async with client_of(server.app) as client:
+        statuses = [
+            (await client.post("/v1/completions", json=BODY, headers=server.headers(key))).status_code
+            for key in ("acme", "acme too")
+        ]
+    assert statuses == [200, 429]
+
+
+async def test_tokens_of_prompts_and_answers(server: Tenancy) -> None:
+    limit(server, tokens_per_minute=20)
+    async with client_as(server, "acme") as client:
+        first = await client.post("/v1/completions", json={**BODY, "max_tokens": 30})
+        assert first.status_code == 200
+        num_tokens = first.json()["usage"]["total_tokens"]
+        assert num_tokens > 20
+        refused = await client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 429
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+        due = num_tokens - 20 + first.json()["usage"]["prompt_tokens"]
+        assert 0 < int(refused.headers["retry-after"]) <= due * 3
+
+
+async def test_completions_at_a_time_and_their_end(server: Tenancy) -> None:
+    limit(server, concurrency=2)
+    server.engine.hold(1)
+    async with client_as(server, "acme") as client:
+        call = AsgiCall(server.app, "/v1/completions", {**BODY, "n": 2, "stream": True}, headers=server.headers("acme"))
+        assert await call.start() == 200
+        refused = await client.post("/v1/completions", json=BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        too_many = await client.post("/v1/completions", json={**BODY, "n": 3})
+        assert too_many.status_code == 400
+        call.disconnect()
+        await call.task
+        server.engine.resume()
+        for _ in range(3):  # its places are free again, whatever became of it
+            assert (await client.post("/v1/completions", json={**BODY, "n": 2})).status_code == 200
+        for _ in range(3):
+            server.engine.fail_next(EngineDeadError("gone"))
+            assert (await client.post("/v1/completions", json={**BODY, "n": 2})).status_code == 503
+        assert (await client.post("/v1/completions", json={**BODY, "n": 2})).status_code == 200
+
+
+async def test_a_context_is_bounded(server: Tenancy) -> None:
+    limit(server, max_context=10)
+    async with client_as(server, "acme") as client:
+        for body in ({**BODY, "max_tokens": 6}, {**BODY, "prompt": "x" * 10}, {**BODY, "prompt": ["a", "x" * 11]}):
+            refused = await client.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 4})).status_code == 200
+        limit(server, max_context=40)
+        chat = await client.post(
+            "/v1/chat/completions", json={"model": "sql", "messages": [{"role": "user", "content": "x"}]}
+        )
+        assert chat.status_code == 200, chat.text
+        assert chat.json()["usage"]["total_tokens"] <= 40, "what it does not say is what fits"
+    assert server.engine.num_running == 0
+
+
+async def test_adapters_and_pins(server: Tenancy) -> None:
+    """acme has two adapters."""
+    limit(server, adapters=3, pins=1)
+    async with client_as(server, "acme") as client:
+        bodies = [{"name": f"n{index}", "path": f"/srv/acme/{index}"} for index in range(6)]
+        answers = await asyncio.gather(*(client.post("/v1/adapters", json=body) for body in bodies))
+        assert sorted(answer.status_code for answer in answers) == [200, 429, 429, 429, 429, 429]
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.headers["retry-after"] == "60"
+        for method, url, body in (
+            ("PUT", "/v1/adapters/other", {"path": "/srv/acme/other"}),
+            ("POST", "/v1/adapters/sql/clone", {"name": "copy"}),
+            ("POST", "/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "/srv/acme/other"}),
+            ("POST", "/v1/adapters/switch", {"old": "sql", "new": "other", "new_path": "/srv/acme/other"}),
+        ):
+            assert (await client.request(method, url, json=body)).status_code == 429, url
+        again = await client.put("/v1/adapters/sql", json={"path": "/srv/acme/sql2"})
+        assert again.status_code == 200, "a reload adds no name"
+        assert (await client.post("/v1/adapters/sql/pin")).status_code == 200
+        assert (await client.post("/v1/adapters/sql/pin")).status_code == 200
+        assert (await client.post("/v1/adapters/both/pin")).status_code == 429
+        assert (await client.put("/v1/adapters/both", json={"is_pinned": True})).status_code == 429
+        assert (await client.post("/v1/adapters/sql/unpin")).status_code == 200
+        assert (await client.post("/v1/adapters/both/pin")).status_code == 200
+        assert (await client.delete("/v1/adapters/both")).status_code == 200
+        assert (await client.put("/v1/adapters/other", json={"path": "/srv/acme/other"})).status_code == 201
+
+
+async def test_bytes_of_adapters(server: Tenancy) -> None:
+    """One of the fake engine's has 1024; acme has two."""
+    limit(server, adapter_bytes=3 * 1024 + 10)
+    async with client_as(server, "acme") as client:
+        first = await client.post("/v1/adapters", json={"name": "one", "path": "/srv/acme/one"})
+        assert first.status_code == 200
+        second = await client.post("/v1/adapters", json={"name": "two", "path": "/srv/acme/two"})
+        assert second.status_code == 429, second.text
+        assert (await client.get("/v1/adapters/two")).status_code == 404, "what was too large is gone"
+        assert "4096 bytes" in second.text
+    async with client_as(server, "operator") as client:  # the operator gives beyond a tenant's limits
+        given = await client.post("/v1/adapters", json={"name": "acme/gift", "path": "/srv/private"})
+        assert given.status_code == 200
+
+
+# --------------------------------------------------------------------------------------------------------------- usage
+
+
+async def usage_of(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
+    answer = await client.get("/v1/usage", params=query)
+    assert answer.status_code == 200, answer.text
+    rows: list[dict[str, Any]] = answer.json()["data"]
+    return rows
+
+
+async def test_usage_is_what_answers_said(server: Tenancy) -> None:
+    expected = {"prompt_tokens": 0, "generated_tokens": 0, "requests": 0}
+    async with client_as(server, "acme") as client:
+        for max_tokens in (1, 3, 20):
+            answer = await client.post("/v1/completions", json={**BODY, "max_tokens": max_tokens, "n": 2})
+            expected["prompt_tokens"] += answer.json()["usage"]["prompt_tokens"]
+            expected["generated_tokens"] += answer.json()["usage"]["completion_tokens"]
+            expected["requests"] += 1
+        (row,) = await usage_of(client)
+        assert {name: row[name] for name in expected} == expected
+        assert (row["key"], row["tenant"], row["adapter"]) == (server.key_ids["acme"], "acme", "sql")
+        assert row["waiting_s"] > 0
+        streamed = {**BODY, "model": "public", "stream": True, "max_tokens": 7}
+        assert (await client.post("/v1/completions", json=streamed)).status_code == 200
+        (row,) = await usage_of(client, adapter="public")
+        assert (row["generated_tokens"], row["prompt_tokens"]) == (7, 6)
+        await client.post("/v1/completions", json={**BODY, "model": "sql:0.5,public:0.5"})
+        await client.post("/v1/completions", json={**BODY, "model": "base"})
+        await client.post("/v1/completions", json={**BODY, "model": "sql@1"})
+        rows = {row["adapter"]: row["requests"] for row in await usage_of(client)}
+        assert rows == {"sql": 4, "public": 1, "//mix": 1, "": 1}
+
+
+async def test_aborts_and_errors_are_counted_as_far_as_they_came(server: Tenancy) -> None:
+    async with client_as(server, "acme") as client:
+        server.engine.fail_next(EngineDeadError("gone"), after_tokens=2)
+        await client.post("/v1/completions", json={**BODY, "stream": True, "max_tokens": 9})
+        server.engine.hold(3)
+        call = AsgiCall(
+            server.app,
+            "/v1/completions",
+            {**BODY, "stream": True, "max_tokens": 9},
+            headers=server.headers("acme"),
+        )
+        assert await call.start() == 200
+        for _ in range(3):
+            await call.next_chunk()
+        (row,) = await usage_of(client)  # while it runs
+        assert row["generated_tokens"] == 2 + 3
+        call.disconnect()
+        await call.task
+        server.engine.resume()
+        (row,) = await usage_of(client)
+        assert (row["requests"], row["errors"], row["generated_tokens"]) == (2, 1, 5)
+
+
+async def test_whose_usage_a_caller_reads(server: Tenancy) -> None:
+    async with client_of(server.app) as client:
+        for role, model in (("acme", "sql"), ("beta", "sql"), ("inference", "private"), ("operator", "beta/sql")):
+            body = {**BODY, "model": model}
+            answer = await client.post("/v1/completions", json=body, headers=server.headers(role))
+            assert answer.status_code == 200, answer.text
+    seen = {}
+    for role in ("acme", "acme read-only", "beta", "inference", "operator", "admin", "read-only"):
+        async with client_as(server, role) as client:
+            seen[role] = {(row["tenant"], row["adapter"]) for row in await usage_of(client)}
+    everything = {("acme", "acme/sql"), ("beta", "beta/sql"), ("", "private"), ("", "beta/sql")}
+    assert seen == {
+        "acme": {("acme", "sql")},
+        "acme read-only": {("acme", "sql")},
+        "beta": {("beta", "sql")},
+        "inference": {("", "private")},
+        "operator": everything,
+        "admin": everything,
+        "read-only": everything,
+    }
+    async with client_as(server, "acme") as client:
+        for query in ({"tenant": "beta"}, {"key": server.key_ids["beta"]}, {"adapter": "beta/sql"}):
+            assert await usage_of(client, **query) == []
+    async with client_as(server, "operator") as client:
+        assert len(await usage_of(client, tenant="beta")) == 1
+        assert len(await usage_of(client, adapter="beta/sql")) == 2
+
+
+async def test_usage_as_csv_and_in_pages(server: Tenancy) -> None:
+    async with client_as(server, "acme") as client:
+        for model in ("sql", "public", "both", "base"):
+            await client.post("/v1/completions", json={**BODY, "model": model})
+        text = await client.get("/v1/usage", params={"format": "csv"})
+        assert text.headers["content-type"].startswith("text/csv")
+        rows = list(csv.DictReader(io.StringIO(text.text)))
+        assert {row["adapter"] for row in rows} == {"", "sql", "public", "both"}
+        assert all(row["requests"] == "1" for row in rows)
+        found, after = [], {}
+        while True:
+            page = (await client.get("/v1/usage", params={"limit": 3, **after})).json()
+            found += [row["adapter"] for row in page["data"]]
+            if page["next"] is None:
+                break
+            after = {"after": page["next"]}
+        assert len(found) == len(set(found)) == 4
+        for query in ({"after": "x"}, {"first_day": "yesterday"}, {"limit": 0}, {"color": "red"}):
+            assert (await client.get("/v1/usage", params=query)).status_code == 400  # type: ignore[arg-type]
+
+
+async def test_without_tenants_nothing_is_counted() -> None:
+    app = create_app(FakeAsyncEngine({"sql": "/sql"}), ServerConfig())
+    async with client_of(app) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        assert not any(name.startswith("x-ratelimit") for name in answer.headers)
+        assert (await client.get("/v1/usage")).json()["error"]["code"] == "no_tenants"
+        for url in ("/v1/tenants", "/v1/keys", "/v1/shares"):
+            assert (await client.get(url)).json()["error"]["code"] == "no_state"
+    assert app.state.context.accounts is None

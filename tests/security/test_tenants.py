@@ -1,0 +1,489 @@
+"""Attacks of one tenant on another: by name, number, path, alias, list, error text, salt, and by what verbs answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.adapters.registry import LoRARegistry
+from loraplex.errors import (
+    AdapterContentChangedError,
+    AdapterMemoryError,
+    AdapterNoRoomError,
+    EngineOverloadedError,
+    LoraplexError,
+)
+from loraplex.events import EventKind
+from loraplex.server.off_loop import client_of as turns_of
+from loraplex.server.pages import PAGE_PATHS
+from loraplex.tenants.records import Role
+from tests.security.routes import routes_of
+from tests.security.tenancy import ADAPTERS, Tenancy, bearer, tenancy
+from tests.server.conftest import client_of
+
+HIDDEN = ("beta/sql", "beta/secret", "secret", "private", "srv/beta")
+SEEN_BY_ACME = {"sql": "acme/sql", "both": "acme/both", "public": "public", "beta/lent": "beta/lent"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Tenancy]:
+    with tenancy(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def acme(server: Tenancy) -> Any:
+    async with client_of(server.app) as client:
+        client.headers.update(server.headers("acme"))
+        yield client
+
+
+async def completed(client: httpx.AsyncClient, model: str, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 40, **fields})
+
+
+# ------------------------------------------------------------------------------------------------------------ the rule
+
+
+@pytest.mark.parametrize(("name", "registered"), SEEN_BY_ACME.items())
+async def test_a_tenant_uses_its_own_the_public_and_the_granted_ones(
+    server: Tenancy, acme: httpx.AsyncClient, name: str, registered: str
+) -> None:
+    answer = await completed(acme, name)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == name
+    assert server.engine.requests[-1].model == registered
+    assert f"[{registered}]" in answer.json()["choices"][0]["text"]
+
+
+async def test_a_full_name_of_its_own_is_the_same(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    assert (await completed(acme, "acme/sql")).json()["model"] == "sql"
+    assert (await completed(acme, "sql@1")).status_code == 200
+    assert (await completed(acme, "base:sql")).status_code == 200
+    assert (await acme.get("/v1/adapters/acme/sql")).json() == (await acme.get("/v1/adapters/sql")).json()
+
+
+async def test_a_mix_is_of_what_it_may_use(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    answer = await completed(acme, "sql:0.5,public:0.5")
+    assert answer.status_code == 200, answer.text
+    assert "acme" not in answer.json()["model"]
+    assert str(server.engine.requests[-1].model).startswith("acme/sql:")
+    for mix in ("sql:0.5,private:0.5", "sql:0.5,beta/secret:0.5"):
+        assert (await completed(acme, mix)).status_code == 404
+    merged = {"ids": ["sql", "private"], "weights": [1, 1]}
+    assert (await completed(acme, "base", merged_adapters=merged)).status_code in (400, 404)
+
+
+async def test_lists_have_what_it_may_use_and_no_more(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    """Own names hide others of the same spelling, which could not be asked for."""
+    adapters = (await acme.get("/v1/adapters")).json()["data"]
+    assert sorted(card["name"] for card in adapters) == sorted(SEEN_BY_ACME)
+    models = (await acme.get("/v1/models")).json()["data"]
+    assert next(card["id"] for card in models) == "base"
+    assert sorted(card["id"] for card in models[1:]) == sorted(SEEN_BY_ACME)
+    page = (await acme.get("/v1/adapters", params={"limit": 2})).json()
+    assert [card["name"] for card in page["data"]] == ["beta/lent", "both"]
+    rest = (await acme.get("/v1/adapters", params={"limit": 9, "after": "both"})).json()
+    assert [card["name"] for card in rest["data"]] == ["public", "sql"]
+    assert (await acme.get("/v1/adapters", params={"prefix": "acme/"})).json()["data"] == []
+    for each in adapters:
+        assert (await acme.get(f"/v1/adapters/{each['name']}")).json() == each
+
+
+async def test_operators_see_all_names_as_they_are(server: Tenancy) -> None:
+    async with client_of(server.app) as client:
+        for role in ("flag admin", "admin", "operator", "read-only"):
+            names = (await client.get("/v1/adapters", headers=server.headers(role))).json()["data"]
+            assert sorted(card["name"] for card in names) == sorted(ADAPTERS)
+
+
+async def test_a_key_of_the_command_line_sees_the_operators_own(server: Tenancy) -> None:
+    async with client_of(server.app) as client:
+        client.headers.update(server.headers("inference"))
+        names = (await client.get("/v1/adapters")).json()["data"]
+        assert sorted(card["name"] for card in names) == ["both", "private", "public"]
+        assert (await completed(client, "private")).status_code == 200
+        assert (await completed(client, "acme/sql")).status_code == 404
+
+
+# ----------------------------------------------------------------------------------------------------- the named holes
+
+
+async def test_a_second_tenant_does_not_use_what_the_first_one_loaded(server: Tenancy) -> None:
+    """LoRAX's hole: whoever names an adapter that is there is answered with it."""
+    async with client_of(server.app) as client:
+        body = {"name": "mine", "path": "/srv/beta/mine"}
+        loaded = await client.post("/v1/adapters", json=body, headers=server.headers("beta"))
+        assert loaded.status_code == 200, loaded.text
+        used = await client.post(
+            "/v1/completions", json={"model": "mine", "prompt": "hi"}, headers=server.headers("beta")
+        )
+        assert used.json()["model"] == "mine"
+        client.headers.update(server.headers("acme"))
+        num_requests = len(server.engine.requests)
+        for name in ("mine", "beta/mine", "mine@1", "beta/mine@1", "base:mine", "base:beta/mine", "acme/mine"):
+            assert (await completed(client, name)).status_code == 404, name
+            assert (await completed(client, "base", lora_path=name)).status_code == 404, name
+        for path in ("/srv/beta/mine", "srv/beta/mine"):
+            assert (await completed(client, path)).status_code == 404
+        assert len(server.engine.requests) == num_requests, "nothing reached the engine"
+
+
+async def test_a_wrong_tenants_adapter_by_number_path_and_alias(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    """vLLM's hole: an id that is known selects the weights that were loaded under it, whoever asks."""
+    await server.engine.on_registry(LoRARegistry.load, "beta/secret", "/srv/beta/secret", lora_int_id=7)
+    for method, url, body in (
+        ("POST", "/v1/adapters", {"name": "new", "path": "/srv/acme/new", "lora_int_id": 7}),
+        ("PUT", "/v1/adapters/new", {"path": "/srv/acme/new", "lora_int_id": 7}),
+        ("PUT", "/v1/adapters/sql", {"lora_int_id": 7}),
+        ("POST", "/v1/adapters/sql/clone", {"name": "copy", "lora_int_id": 8}),
+    ):
+        answer = await acme.request(method, url, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_int_id"), answer.text
+    unloaded = await acme.post("/v1/unload_lora_adapter", json={"lora_name": "secret", "lora_int_id": 7})
+    assert unloaded.status_code == 404
+    for path in ("/srv/beta/secret", "/srv/acme/../beta/secret", "/srv", "hf://beta/secret", "/srv/acmeplus/x"):
+        for route, field in (("/v1/adapters", "path"), ("/v1/load_lora_adapter", "lora_path")):
+            name = {"path": "name", "lora_path": "lora_name"}[field]
+            answer = await acme.post(route, json={name: "stolen", field: path})
+            assert answer.status_code == 400, answer.text
+            assert "another" not in answer.text
+    await server.engine.on_registry(LoRARegistry.switch, "beta/sql", "beta/secret")
+    for name in ("beta/sql", "secret", "beta/secret"):
+        assert (await completed(acme, name)).status_code == 404
+        for url in (f"/v1/adapters/{name}/clone", f"/v1/adapters/{name}/rollback"):
+            assert (await acme.post(url, json={"name": "copy"} if "clone" in url else None)).status_code == 404
+        switched = await acme.post("/v1/adapters/switch", json={"old": "sql", "new": name})
+        assert switched.status_code == 404, switched.text
+    names = set(server.engine.registry.names()) if server.engine.registry else set()
+    assert names == set(ADAPTERS)
+
+
+# ------------------------------------------------------------------------------------- what is not there, and what is
+
+
+def requests_about(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
+    """Every way to name an adapter that may exist."""
+    completion = {"prompt": "hi", "max_tokens": 1}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    return [
+        ("POST", "/v1/completions", {**completion, "model": name}),
+        ("POST", "/v1/completions", {**completion, "model": "base", "lora_path": name}),
+        ("POST", "/v1/completions", {**completion, "model": f"base:{name}"}),
+        ("POST", "/v1/completions", {**completion, "model": f"{name}@1"}),
+        ("POST", "/v1/completions", {**completion, "model": f"{name}:0.5,sql:0.5"}),
+        ("POST", "/v1/completions", {**completion, "model": "base", "prompt": ["a", "b"], "lora_path": [None, name]}),
+        ("POST", "/v1/chat/completions", {**chat, "model": name}),
+        ("POST", "/v1/chat/completions", {**chat, "model": name, "stream": True}),
+        ("POST", "/tokenize", {"model": name, "prompt": "hi"}),
+        ("POST", "/detokenize", {"model": name, "tokens": [1]}),
+        ("GET", f"/v1/models/{name}", None),
+        ("GET", f"/v1/adapters/{name}", None),
+        ("GET", f"/v1/adapters?prefix={name}", None),
+        ("GET", f"/v1/models?contains={name}", None),
+        ("GET", f"/v1/usage?adapter={name}", None),
+        ("GET", f"/v1/usage?tenant={name.partition('/')[0]}", None),
+        ("DELETE", f"/v1/adapters/{name}", None),
+        ("DELETE", f"/v1/adapters/{name}@1", None),
+        ("PUT", f"/v1/adapters/{name}", {"is_pinned": True}),
+        ("PUT", f"/v1/adapters/{name}", {"version": 1}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": name}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": f"{name}@1"}),
+        ("POST", "/v1/adapters/switch", {"old": name, "new": "sql"}),
+        ("POST", "/v1/adapters/switch", {"old": "sql", "new": name}),
+        *(("POST", f"/v1/adapters/{name}/{verb}", None) for verb in ("pin", "unpin", "evict", "preload", "rollback")),
+        ("POST", f"/v1/adapters/{name}/clone", {"name": "copy"}),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": "/srv/beta/x"}),
+        ("POST", "/v1/adapters", {"name": name, "path": "/srv/beta/x"}),
+        ("PUT", f"/v1/adapters/{name}", {"path": "/srv/beta/x"}),
+    ]
+
+
+def test_every_route_with_a_name_is_asked() -> None:
+    from loraplex.server import ServerConfig, create_app
+    from loraplex.testing import FakeAsyncEngine
+
+    asked = {(method, url.partition("?")[0]) for method, url, _ in requests_about("sql")}
+    of_operators = {"/v1/adapters/{name:path}/export", "/v1/adapters/merge"}
+    for route in routes_of(create_app(FakeAsyncEngine(), ServerConfig())):
+        if ("name" in route.path or "adapter" in route.path) and route.path not in of_operators:
+            for method in route.methods:
+                assert (method, route.url) in asked, f"{method} {route.path} is asked for no other tenant's adapter"
+
+
+@pytest.mark.parametrize("hidden", ["beta/secret", "private"])
+async def test_what_it_may_not_see_is_as_if_it_did_not_exist(
+    server: Tenancy, acme: httpx.AsyncClient, hidden: str
+) -> None:
+    """Status, headers and body are the same, but for the name that was sent."""
+    absent = hidden[:-1] + "X"
+    for there, not_there in zip(requests_about(hidden), requests_about(absent), strict=True):
+        answers = [await acme.request(method, url, json=body) for method, url, body in (there, not_there)]
+        texts = [answer.text.replace(name, "?") for answer, name in zip(answers, (hidden, absent), strict=True)]
+        assert answers[0].status_code == answers[1].status_code, (there, texts)
+        assert texts[0] == texts[1], there
+        same = [{name: value for name, value in answer.headers.items() if "id" not in name} for answer in answers]
+        assert same[0] == same[1]
+    assert server.engine.registry is not None
+    assert set(server.engine.registry.names()) == set(ADAPTERS)
+
+
+async def test_nothing_that_it_reads_names_what_it_may_not_see(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    await server.engine.on_registry(LoRARegistry.switch, "public", "private")
+    await server.engine.on_registry(LoRARegistry.switch, "acme/both", "beta/secret")
+    pages = PAGE_PATHS - {"/"}
+    urls = [route.url for route in routes_of(server.app) if "GET" in route.methods and route.path not in pages]
+    for url in [*urls, *(f"/v1/adapters/{name}" for name in SEEN_BY_ACME), *(f"/v1/models/{n}" for n in SEEN_BY_ACME)]:
+        text = (await acme.get(url)).text
+        assert not any(each in text for each in HIDDEN), (url, text)
+    card = (await acme.get("/v1/adapters/both")).json()
+    assert (card["alias_of"], card["aliases"]) == (None, [])
+    assert "[beta/secret]" in (await completed(acme, "both")).json()["choices"][0]["text"], "the operator wanted it"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (AdapterContentChangedError("adapter 'private' at '/srv/private' changed"), False),
+        (AdapterContentChangedError("adapter 'acme/sql' changed"), True),
+        (AdapterNoRoomError("adapter 'acme/sql' needs 7 bytes: 5 of 9 bytes are pinned"), False),
+        (AdapterMemoryError("900 adapters are loaded"), False),
+        (EngineOverloadedError("99 requests wait"), False),
+    ],
+)
+async def test_an_error_says_nothing_of_others(
+    server: Tenancy, acme: httpx.AsyncClient, is_stream: bool, error: LoraplexError, kept: bool
+) -> None:
+    if "private" in str(error):
+        await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+    server.engine.fail_next(type(error)(str(error)), after_tokens=2 if is_stream else 0)
+    text = (await completed(acme, "sql", stream=is_stream)).text
+    assert error.http_status == 429 or "error" in text
+    for hidden in ("private", "5 of 9", "900", "99 requests", "acme/"):
+        assert hidden not in text
+    assert ("'sql' changed" in text) is kept
+    async with client_of(server.app) as client:  # the operator reads it as it is
+        server.engine.fail_next(type(error)(str(error)))
+        client.headers.update(server.headers("operator"))
+        assert json.dumps(str(error))[1:-1] in (await completed(client, "acme/sql")).text
+
+
+async def test_who_was_evicted_is_not_said(tmp_path: Path) -> None:
+    """A load that pushed another tenant's adapter out looks as one that pushed none out."""
+    with tenancy(tmp_path) as server:
+        server.engine.store.max_resident = 1
+        async with client_of(server.app) as client:
+            client.headers.update(server.headers("acme"))
+            for name in ("new", "newer"):
+                answer = await client.post("/v1/adapters/" + name + "/preload")
+                assert answer.status_code == 404
+                loaded = await client.post("/v1/adapters", json={"name": name, "path": f"/srv/acme/{name}"})
+                assert loaded.status_code == 200, loaded.text
+                assert not any(each.startswith("beta") for each in loaded.json()["evicted"])
+                assert (loaded.json()["status"] == "loaded_with_eviction") is bool(loaded.json()["evicted"])
+                preloaded = await client.post(f"/v1/adapters/{name}/preload")
+                assert all("/" not in each for each in preloaded.json()["evicted"]), preloaded.text
+
+
+# ----------------------------------------------------------------------------------------------------- salts and verbs
+
+
+async def test_prefixes_are_salted_by_tenant(server: Tenancy) -> None:
+    server.add_key("acme too", Role.TENANT, "acme")
+    salts = {}
+    async with client_of(server.app) as client:
+        for key in ("acme", "acme too", "beta", "inference", "operator", "admin"):
+            client.headers.update(server.headers(key))
+            assert (await completed(client, "base")).status_code == 200
+            salts[key] = server.engine.requests[-1].cache_salt
+    assert salts["acme"] == salts["acme too"]
+    assert len(set(salts.values())) == 5
+    assert all(len(salt) == 64 for salt in salts.values())
+
+
+async def test_a_salt_of_the_client_comes_on_top(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    await completed(acme, "base")
+    own = server.engine.requests[-1].cache_salt
+    await completed(acme, "base", cache_salt="x")
+    assert server.engine.requests[-1].cache_salt == own + "x"
+
+
+async def test_shared_prefixes_are_not_counted_to_a_tenant(tmp_path: Path) -> None:
+    with tenancy(tmp_path, share_prefix_cache=True) as server:
+        async with client_of(server.app) as client:
+            client.headers.update(server.headers("acme"))
+            assert "cached_tokens" not in (await completed(client, "base")).text
+            assert server.engine.requests[-1].cache_salt == ""
+
+
+async def test_a_tenant_changes_its_own_adapters(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    loaded = await acme.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/srv/acme/new"})
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'new' added successfully.")
+    again = await acme.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/srv/acme/new"})
+    assert (again.status_code, "'new' has already been loaded" in again.text) == (400, True)
+    put = await acme.put("/v1/adapters/other", json={"path": "/srv/acme/other", "is_pinned": True})
+    assert (put.status_code, put.json()["name"]) == (201, "other")
+    for verb in ("pin", "unpin", "evict", "preload"):
+        answer = await acme.post(f"/v1/adapters/new/{verb}")
+        assert (answer.status_code, answer.json()["name"]) == (200, "new")
+    cloned = await acme.post("/v1/adapters/new/clone", json={"name": "copy"})
+    assert (cloned.status_code, cloned.json()["name"]) == (200, "copy")
+    switched = await acme.post("/v1/adapters/switch", json={"old": "new", "new": "copy"})
+    assert (switched.json()["old"], switched.json()["new"]) == ("new", "copy")
+    card = (await acme.get("/v1/adapters/new")).json()
+    assert card["alias_of"] == "copy"
+    assert (await acme.get("/v1/adapters/copy")).json()["aliases"] == ["new"]
+    assert (await acme.post("/v1/adapters/new/rollback")).status_code == 200
+    deleted = await acme.delete("/v1/adapters/copy")
+    assert (deleted.status_code, deleted.json()["name"]) == (200, "copy")
+    unloaded = await acme.post("/v1/unload_lora_adapter", json={"lora_name": "new"})
+    assert unloaded.text == "Success: LoRA adapter 'new' removed successfully."
+    assert server.engine.registry is not None
+    assert set(server.engine.registry.names()) == {*ADAPTERS, "acme/other"}
+
+
+@pytest.mark.parametrize("shared", ["public", "beta/lent"])
+async def test_what_is_shared_is_used_alone(server: Tenancy, acme: httpx.AsyncClient, shared: str) -> None:
+    for method, url, body in (
+        ("DELETE", f"/v1/adapters/{shared}", None),
+        ("DELETE", f"/v1/adapters/{shared}@1", None),
+        ("PUT", f"/v1/adapters/{shared}", {"is_pinned": True}),
+        ("POST", f"/v1/adapters/{shared}/pin", None),
+        ("POST", f"/v1/adapters/{shared}/evict", None),
+        ("POST", f"/v1/adapters/{shared}/rollback", None),
+        ("POST", f"/v1/adapters/{shared}/clone", {"name": "copy"}),
+        ("POST", "/v1/adapters/switch", {"old": "sql", "new": shared}),
+        ("POST", "/v1/adapters/switch", {"old": shared, "new": "sql"}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": shared}),
+    ):
+        answer = await acme.request(method, url, json=body)
+        assert answer.status_code == 403, (url, answer.text)
+    assert server.engine.registry is not None
+    assert set(server.engine.registry.names()) == set(ADAPTERS)
+
+
+@pytest.mark.parametrize("name", ["beta/x", "a/b", "base", "base:x", "", "x@2", ".."])
+async def test_names_that_a_tenant_cannot_give(server: Tenancy, acme: httpx.AsyncClient, name: str) -> None:
+    for url, body in (
+        ("/v1/adapters", {"name": name, "path": "/srv/acme/x"}),
+        ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "/srv/acme/x"}),
+        ("/v1/adapters/sql/clone", {"name": name}),
+    ):
+        answer = await acme.post(url, json=body)
+        assert answer.status_code == 400, answer.text
+    assert server.engine.registry is not None
+    assert set(server.engine.registry.names()) == set(ADAPTERS)
+
+
+async def test_an_operator_gives_a_tenant_an_adapter(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    async with client_of(server.app) as client:
+        client.headers.update(server.headers("flag admin"))
+        first = await client.post("/v1/adapters", json={"name": "acme/first", "path": "/srv/private"})
+        assert first.status_code == 200, first.text
+        client.headers.update(server.headers("operator"))
+        given = await client.post("/v1/adapters", json={"name": "acme/gift", "path": "/srv/private"})
+        assert given.status_code == 200, given.text
+        assert (await client.post("/v1/adapters", json={"name": "org/x", "path": "/srv/x"})).status_code == 400
+        assert (await client.post("/v1/adapters", json={"name": "acme/a/b", "path": "/srv/x"})).status_code == 400
+    assert (await completed(acme, "gift")).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+
+
+async def test_a_revoked_key_is_401(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    assert (await completed(acme, "sql")).status_code == 200
+    async with client_of(server.app) as client:
+        url = f"/v1/keys/{server.key_ids['acme']}"
+        revoked = await client.delete(url, headers=server.headers("admin"))
+        assert revoked.json()["is_revoked"]
+    assert (await completed(acme, "sql")).status_code == 401
+
+
+async def test_keys_and_tenants_over_http(server: Tenancy) -> None:
+    async with client_of(server.app) as client:
+        client.headers.update(server.headers("admin"))
+        made = await client.post("/v1/tenants", json={"name": "gamma", "quota": {"requests_per_s": 2}})
+        assert (made.status_code, made.json()["quota"]) == (200, {"requests_per_s": 2.0})
+        assert (await client.post("/v1/tenants", json={"name": "gamma"})).status_code == 409
+        key = (await client.post("/v1/keys", json={"tenant": "gamma", "label": "app"})).json()
+        assert (key["role"], key["label"], key["key"][:3]) == ("tenant", "app", "lp-")
+        listed = (await client.get("/v1/keys", params={"tenant": "gamma"})).json()["data"]
+        assert [each["id"] for each in listed] == [key["id"]]
+        assert "key" not in listed[0]
+        own = bearer(key["key"])
+        assert (await client.get("/v1/models", headers=own)).status_code == 200
+        changed = await client.put("/v1/tenants/gamma", json={"adapter_roots": ["/srv/gamma"]})
+        assert changed.json()["adapter_roots"] == ["/srv/gamma"]
+        assert changed.json()["quota"] == {"requests_per_s": 2.0}
+        shared = await client.put("/v1/shares", json={"adapter": "private", "tenants": ["gamma"]})
+        assert shared.json() == {"adapter": "private", "tenants": ["gamma"], "public": False}
+        assert shared.json() in (await client.get("/v1/shares")).json()["data"]
+        body = {"model": "private", "prompt": "hi"}
+        assert (await client.post("/v1/completions", json=body, headers=own)).status_code == 200
+        assert [each["name"] for each in (await client.get("/v1/tenants")).json()["data"]] == ["acme", "beta", "gamma"]
+        assert (await client.delete("/v1/tenants/gamma")).json()["is_deleted"]
+        assert (await client.get("/v1/models", headers=own)).status_code == 401
+        assert (await client.get("/v1/tenants/gamma")).status_code == 404
+        for body in ({"role": "emperor"}, {"role": "admin", "tenant": "acme"}, {"role": "tenant"}):
+            assert (await client.post("/v1/keys", json=body)).status_code == 400
+
+
+async def test_no_key_is_in_a_log_or_an_event(server: Tenancy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with client_of(server.app) as client:
+        client.headers.update(server.headers("admin"))
+        made = (await client.post("/v1/keys", json={"tenant": "acme"})).json()["key"]
+        events = (await client.get("/v1/events", params={"stream": "false"})).text
+        listing = (await client.get("/v1/keys")).text
+    for secret in (*server.keys.values(), made):
+        assert secret not in caplog.text
+        assert secret not in events
+        assert secret not in listing
+
+
+async def test_a_verb_of_a_tenant_is_audited_with_its_name(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    await acme.post("/v1/adapters/sql/pin")
+    (event,) = [each.event for each in server.engine.events.after(0).events if each.event.kind is EventKind.AUDIT]
+    assert event.details["tenant"] == "acme"
+    assert event.details["key"] == server.key_ids["acme"]
+    assert "of tenant acme" in event.text
+
+
+async def test_turns_are_a_tenants_not_a_keys(server: Tenancy) -> None:
+    """One with many keys has as many places as one with one key."""
+    from fastapi import Request
+
+    server.add_key("acme too", Role.TENANT, "acme")
+    ring = server.context.keys
+    turns = {}
+    for key in ("acme", "acme too", "beta", "inference"):
+        caller = ring.caller_of(f"Bearer {server.keys[key]}")
+        turns[key] = turns_of(Request({"type": "http", "state": {"caller": caller}, "headers": []}))
+    assert turns["acme"] == turns["acme too"] == "tenant acme"
+    assert len(set(turns.values())) == 3
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin", "evict", "preload"])
+async def test_a_name_that_was_switched_to_anothers_moves_no_memory_of_it(
+    server: Tenancy, acme: httpx.AsyncClient, verb: str
+) -> None:
+    await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+    answer = await acme.post(f"/v1/adapters/sql/{verb}")
+    assert answer.status_code == 403
+    assert "private" not in answer.text
+
+
+async def test_a_rollback_to_what_an_operator_had_chosen_does_not_name_it(
+    server: Tenancy, acme: httpx.AsyncClient
+) -> None:
+    await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+    names = [(await acme.post("/v1/adapters/sql/rollback")).json()["name"] for _ in range(2)]
+    assert names == ["sql", "(another adapter)"]

@@ -1,0 +1,380 @@
+"""Tenants, keys and shares in SQLite and PostgreSQL: what is stored, what is refused, what other processes see."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from loraplex.adapters.journal import SqliteJournal, repair
+from loraplex.adapters.journal.tables import SCHEMA_VERSION
+from loraplex.adapters.journal.tenant_rows import KeyRow
+from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord
+from loraplex.errors import ConfigError, InvalidRequestError, TenantConflictError, TenantNotFoundError
+from loraplex.tenants.directory import TenantDirectory
+from loraplex.tenants.limits import Limits
+from loraplex.tenants.records import Role, TenantTable, key_digest
+from loraplex.tenants.store import TenantStore, open_store
+from loraplex.tenants.usage import Counts, UsageKey, UsageQuery
+from tests.tenants.conftest import BASE, new_state_dir
+
+
+def named(name: str) -> NameRecord:
+    version = VersionRecord(1, 1, "a" * 64, "/a", "/a", "", 8, 4, False, 1.0)
+    return NameRecord(None, None, 1, (version,), NameUsage(name, 1, 0, 1.0), ())
+
+
+def test_nothing_is_configured_at_first(store: TenantStore) -> None:
+    assert store.revision() == 0
+    table = store.read()
+    assert table == TenantTable()
+    assert not table.is_configured
+
+
+def test_a_tenant_with_its_roots_and_limits(store: TenantStore) -> None:
+    limits = Limits(adapters=3, requests_per_s=0.5)
+    made = store.create_tenant("acme", ["/srv/acme", "hf://acme"], limits)
+    assert store.tenant("acme") == made == store.read().tenants["acme"]
+    assert (made.adapter_roots, made.limits) == (("/srv/acme", "hf://acme"), limits)
+    changed = store.change_tenant("acme", limits=Limits(pins=1))
+    assert (changed.adapter_roots, changed.limits) == (made.adapter_roots, Limits(pins=1))
+    assert store.tenants() == [changed]
+
+
+@pytest.mark.parametrize("name", ["", "Acme", "a/b", "-a", "a b", "ä", "a" * 64, "..", "a\n"])
+def test_names_that_no_tenant_has(store: TenantStore, name: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        store.create_tenant(name)
+    assert store.revision() == 0, "nothing was written"
+
+
+def test_a_name_is_given_once(store: TenantStore) -> None:
+    store.create_tenant("acme")
+    with pytest.raises(TenantConflictError, match="is there already"):
+        store.create_tenant("acme")
+    store.delete_tenant("acme")
+    with pytest.raises(TenantConflictError, match="was deleted already"):
+        store.create_tenant("acme")
+    for change in (store.delete_tenant, store.change_tenant, store.tenant):
+        with pytest.raises(TenantNotFoundError, match="'acme'"):
+            change("acme")
+
+
+def test_the_operators_adapters_do_not_become_a_tenants(tmp_path: Path) -> None:
+    with SqliteJournal(tmp_path / "state", BASE) as journal:
+        journal.record([NameChange("acme/sql", named("acme/sql"))]).result(30)
+        with closing(open_store(tmp_path / "state", None)) as store:
+            with pytest.raises(TenantConflictError, match="'acme/sql' is the operator's"):
+                store.create_tenant("acme")
+            store.create_tenant("acm")
+
+
+def test_a_key_is_stored_as_its_digest(store: TenantStore) -> None:
+    store.create_tenant("acme")
+    key, secret = store.create_key(Role.TENANT, "acme", "the app")
+    assert secret.startswith("lp-")
+    assert len(secret) == 3 + 43
+    assert store.read().keys == {key_digest(secret): key}
+    assert key.key_id == key_digest(secret).hex()[:8]
+    assert store.keys_of("acme") == [key]
+    if store.engine.dialect.name == "sqlite":
+        data = Path(str(store.engine.url.database)).read_bytes()
+        assert secret.encode() not in data
+        assert secret[3:].encode() not in data
+
+
+def test_two_keys_are_two(store: TenantStore) -> None:
+    secrets = {store.create_key(Role.ADMIN)[1] for _ in range(20)}
+    assert len(secrets) == 20
+
+
+@pytest.mark.parametrize(
+    ("role", "tenant"),
+    [(Role.TENANT, None), (Role.ADMIN, "acme"), (Role.OPERATOR, "acme"), (Role.INFERENCE, None)],
+)
+def test_a_role_and_its_tenant_fit(store: TenantStore, role: Role, tenant: str | None) -> None:
+    store.create_tenant("acme")
+    with pytest.raises(InvalidRequestError, match="role"):
+        store.create_key(role, tenant)
+    assert store.keys_of() == []
+
+
+def test_a_revoked_key_opens_nothing(store: TenantStore) -> None:
+    store.create_tenant("acme")
+    key, secret = store.create_key(Role.TENANT, "acme")
+    other, other_secret = store.create_key(Role.READ_ONLY, "acme")
+    assert store.revoke_key(key.key_id).is_revoked
+    assert store.read().keys == {key_digest(other_secret): other}
+    assert [each.is_revoked for each in store.keys_of()] == [True, False]
+    store.revoke_key(key.key_id)
+    with pytest.raises(TenantNotFoundError):
+        store.revoke_key("00000000")
+    assert key_digest(secret) not in store.read().keys
+
+
+def test_a_deleted_tenants_keys_and_grants_are_gone(store: TenantStore) -> None:
+    store.create_tenant("acme")
+    store.create_tenant("beta")
+    store.create_key(Role.TENANT, "acme")
+    store.share("sql", ["acme", "beta"])
+    store.delete_tenant("acme")
+    table = store.read()
+    assert table.keys == {}
+    assert table.shares == {"sql": {"beta"}}
+    assert table.is_configured
+    assert table.owner_of("acme/x") == "acme", "and no other tenant's"
+    with pytest.raises(TenantNotFoundError):
+        store.create_key(Role.TENANT, "acme")
+
+
+def test_shares_are_replaced(store: TenantStore) -> None:
+    store.create_tenant("acme")
+    assert store.share("sql", ["acme", TenantTable.ALL, "acme"]) == ("*", "acme")
+    assert store.shares() == [("sql", "*"), ("sql", "acme")]
+    store.share("sql", [])
+    assert store.shares() == []
+    with pytest.raises(TenantNotFoundError):
+        store.share("sql", ["nobody-here"])
+    with pytest.raises(InvalidRequestError):
+        store.share("a\x00b", [])
+
+
+def test_every_change_is_seen_by_its_number(store: TenantStore) -> None:
+    numbers = [store.revision()]
+    store.create_tenant("acme")
+    numbers.append(store.revision())
+    key, _ = store.create_key(Role.TENANT, "acme")
+    numbers.append(store.revision())
+    store.revoke_key(key.key_id)
+    store.share("sql", ["acme"])
+    numbers.append(store.revision())
+    store.delete_tenant("acme")
+    numbers.append(store.revision())
+    assert numbers == [0, 1, 2, 4, 5]
+
+
+def test_two_at_a_time_do_not_both_get_a_name(store: TenantStore) -> None:
+    results: list[str] = []
+
+    def create() -> None:
+        try:
+            store.create_tenant("acme")
+            results.append("made")
+        except TenantConflictError:
+            results.append("refused")
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["made", *["refused"] * 7]
+    assert store.revision() == 1
+
+
+def test_a_server_sees_what_another_process_changes(store: TenantStore) -> None:
+    directory = TenantDirectory(TenantStore(store.engine), poll_s=0.01)
+    try:
+        store.create_tenant("acme")
+        key, secret = store.create_key(Role.TENANT, "acme")
+        wait_until(lambda: key_digest(secret) in directory.table.keys)
+        store.revoke_key(key.key_id)
+        wait_until(lambda: key_digest(secret) not in directory.table.keys)
+    finally:
+        directory.close()
+
+
+def wait_until(is_so: object) -> None:
+    waited = threading.Event()
+    for _ in range(3000):
+        if is_so():  # type: ignore[operator]
+            return
+        waited.wait(0.01)
+    raise AssertionError("it did not come to pass")
+
+
+# --------------------------------------------------------------------------------------------------------------- usage
+
+
+def test_usage_adds_up(store: TenantStore) -> None:
+    one = UsageKey("2026-11-23", "aaaaaaaa", "sql", "acme")
+    other = UsageKey("2026-11-24", "bbbbbbbb", "", "beta")
+    for _ in range(3):
+        store.add_usage({one: Counts(1, 0, 10, 4, 5, 0.5), other: Counts(1, 1, 1, 0, 0, 0.0)})
+    rows = store.usage(UsageQuery(tenant="acme"), 10)
+    assert rows == [
+        {
+            "day": "2026-11-23",
+            "key_id": "aaaaaaaa",
+            "adapter": "sql",
+            "tenant": "acme",
+            "requests": 3,
+            "errors": 0,
+            "prompt_tokens": 30,
+            "cached_tokens": 12,
+            "generated_tokens": 15,
+            "waiting_s": 1.5,
+        }
+    ]
+    assert [row["day"] for row in store.usage(UsageQuery(), 10)] == ["2026-11-23", "2026-11-24"]
+    assert [row["day"] for row in store.usage(UsageQuery(first_day="2026-11-24"), 10)] == ["2026-11-24"]
+    assert [row["day"] for row in store.usage(UsageQuery(last_day="2026-11-23"), 10)] == ["2026-11-23"]
+    assert [row["day"] for row in store.usage(UsageQuery(), 10, after=one[:3])] == ["2026-11-24"]
+    assert store.usage(UsageQuery(key_id="bbbbbbbb", adapter="x"), 10) == []
+    store.forget_usage("2026-11-24")
+    assert [row["day"] for row in store.usage(UsageQuery(), 10)] == ["2026-11-24"]
+
+
+# ------------------------------------------------------------------------------------------------ journals and repairs
+
+
+def test_what_is_no_state_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="start a server"):
+        open_store(tmp_path, None)
+    with pytest.raises(ConfigError, match="--state-dir or the --database-url"):
+        open_store(None, None)
+    (tmp_path / "journal.sqlite").write_bytes(b"no database, but as long as one" * 40)
+    with pytest.raises(ConfigError, match="no journal"):
+        open_store(tmp_path, None)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").mkdir()
+    new_state_dir(tmp_path / "state")
+    (tmp_path / "link" / "journal.sqlite").symlink_to(tmp_path / "state" / "journal.sqlite")
+    with pytest.raises(ConfigError, match="no plain file"):
+        open_store(tmp_path / "link", None)
+
+
+def test_another_version_is_refused(state_dir: Path) -> None:
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute("UPDATE about SET value = '2' WHERE key = 'schema'")
+    with pytest.raises(ConfigError, match="schema '2'"):
+        open_store(state_dir, None)
+
+
+def test_a_journal_of_schema_2_gets_the_tables(state_dir: Path) -> None:
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute("UPDATE about SET value = '2' WHERE key = 'schema'")
+        for table in ("tenants", "tenant_keys", "tenant_shares", "tenant_usage"):
+            file.execute(f"DROP TABLE {table}")
+    SqliteJournal(state_dir, BASE).close()
+    with closing(open_store(state_dir, None)) as store:
+        store.create_tenant("acme")
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file:
+        assert file.execute("SELECT value FROM about WHERE key = 'schema'").fetchone() == (SCHEMA_VERSION,)
+
+
+def test_a_database_of_schema_2_gets_the_tables(database_url: str, postgres_cluster: object) -> None:
+    from loraplex.adapters.journal.postgres_journal import PostgresJournal
+    from tests.postgres import Cluster
+
+    assert isinstance(postgres_cluster, Cluster)
+    postgres_cluster.sql("UPDATE about SET value = '2' WHERE key = 'schema'", database_url)
+    postgres_cluster.sql("DROP TABLE tenants, tenant_keys, tenant_shares, tenant_usage", database_url)
+    PostgresJournal(database_url, BASE).close()
+    with closing(open_store(None, database_url)) as store:
+        store.create_tenant("acme")
+        assert store.revision() == 1
+
+
+def test_a_journal_goes_on_beside_the_store(tmp_path: Path) -> None:
+    """The server's journal and the command line write to one file."""
+    with SqliteJournal(tmp_path / "state", BASE) as journal, closing(open_store(tmp_path / "state", None)) as store:
+        for number in range(20):
+            store.create_tenant(f"t{number}")
+            name = f"a{number}"
+            journal.record([NameChange(name, named(name))]).result(30)
+            journal.record([NameChange(name, None)]).result(30)
+    assert repair.check_state(tmp_path / "state").is_whole
+    with SqliteJournal(tmp_path / "state", BASE), closing(open_store(tmp_path / "state", None)) as store:
+        assert len(store.tenants()) == 20
+
+
+def filled(state_dir: Path) -> tuple[str, str]:
+    """The ids of a valid key and of a revoked one."""
+    with closing(open_store(state_dir, None)) as store:
+        store.create_tenant("acme", ["/srv"], Limits(pins=2))
+        key, _ = store.create_key(Role.TENANT, "acme")
+        revoked, _ = store.create_key(Role.READ_ONLY, "acme")
+        store.revoke_key(revoked.key_id)
+        store.share("sql", ["acme"])
+        store.add_usage({UsageKey("2026-11-23", key.key_id, "sql", "acme"): Counts(requests=1)})
+    return key.key_id, revoked.key_id
+
+
+DAMAGES = [
+    "UPDATE tenant_keys SET role = 'emperor' WHERE revoked_time IS NULL",
+    "UPDATE tenant_keys SET digest = 'x' WHERE revoked_time IS NULL",
+    "UPDATE tenant_keys SET key_id = '00000000' WHERE revoked_time IS NULL",
+    "UPDATE tenant_keys SET role = 'admin' WHERE revoked_time IS NULL",
+    "UPDATE tenant_keys SET tenant = NULL WHERE revoked_time IS NULL",
+    'UPDATE tenants SET limits = \'{"pins": "many"}\'',
+    "UPDATE tenants SET adapter_roots = 7",
+    "UPDATE tenants SET name = 'A/B'",
+    "UPDATE tenant_shares SET tenant = 'A/B'",
+    "UPDATE tenant_usage SET requests = -1",
+    "DELETE FROM about WHERE key = 'tenants'",
+    "UPDATE about SET value = 'many' WHERE key = 'tenants'",
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_rows_are_said_and_open_nothing(state_dir: Path, damage: str) -> None:
+    key_id, _ = filled(state_dir)
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute(damage)
+    report = repair.check_state(state_dir)
+    assert not report.is_whole
+    assert "tenant" in report.describe()
+    assert repair.repair_state(state_dir).damages == report.damages
+    assert repair.check_state(state_dir).is_whole
+    with closing(open_store(state_dir, None)) as store:
+        table = store.read()
+        assert table.is_configured, "the server stays closed"
+        is_of_keys = "tenant_keys" in damage or "UPDATE tenants" in damage
+        assert {key.key_id for key in table.keys.values()} == (set() if is_of_keys else {key_id})
+
+
+def test_a_repair_keeps_tenants_whole(state_dir: Path) -> None:
+    """What is wrong elsewhere takes nothing of them."""
+    filled(state_dir)
+    with closing(open_store(state_dir, None)) as store:
+        before, keys, usage = store.read(), store.keys_of(), store.usage(UsageQuery(), 10)
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute("INSERT INTO names VALUES ('odd', NULL, NULL, 0, '[]', 1, 0, 0.0)")
+    assert repair.repair_state(state_dir).dropped == ("odd",)
+    with closing(open_store(state_dir, None)) as store:
+        assert (store.read(), store.keys_of(), store.usage(UsageQuery(), 10)) == (before, keys, usage)
+
+
+def test_a_repair_from_a_copy_says_that_keys_are_old(state_dir: Path) -> None:
+    filled(state_dir)
+    SqliteJournal(state_dir, BASE).close()  # makes a copy
+    (state_dir / "journal.sqlite").write_bytes(b"")
+    report = repair.repair_state(state_dir)
+    assert report.has_old_keys
+    assert "revoke again" in report.describe()
+    with closing(open_store(state_dir, None)) as store:
+        assert len(store.read().keys) == 1
+
+
+def test_a_revoked_key_is_in_the_next_copy(tmp_path: Path) -> None:
+    """Else a repair from the copy would open it again, however long ago that was."""
+    with SqliteJournal(tmp_path / "state", BASE, count_interval_s=0.01, copy_interval_s=0.01):
+        with closing(open_store(tmp_path / "state", None)) as store:
+            key, _ = store.create_key(Role.ADMIN)
+            store.revoke_key(key.key_id)
+
+        def is_copied() -> bool:
+            newest = max((tmp_path / "state" / "copies").glob("journal-*.sqlite"))
+            with closing(sqlite3.connect(newest)) as copy:
+                return copy.execute("SELECT revoked_time FROM tenant_keys").fetchone() not in (None, (None,))
+
+        wait_until(is_copied)
+
+
+def test_the_roles_of_rows_are_the_roles() -> None:
+    assert set(get_args(get_type_hints(KeyRow)["role"])) == {*map(str, Role)} - {"inference"}
