@@ -151,20 +151,8 @@ def _build(
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = _info(config, path, model_config, memory, model, backend, device_choice)
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
-    waiting = config.max_waiting_requests
-    return EngineCore(
-        info,
-        scheduler,
-        runner,
-        blocks,
-        adapters,
-        waiting,
-        profiler,
-        events,
-        caretaker,
-        look_ahead=look_ahead,
-        grammars=grammars,
-    )
+    parts = info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler, events, caretaker
+    return EngineCore(*parts, look_ahead=look_ahead, grammars=grammars)
 
 
 def _open_tokenizer(path: str | Path) -> Tokenizer | None:
