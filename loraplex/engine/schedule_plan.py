@@ -78,6 +78,11 @@ class RequestState:
     def __post_init__(self) -> None:
         self.rank = self.arrival_step + self.request.claim.priority * PRIORITY_STEPS, self.arrival_index
 
+    def arrive(self, arrival_index: int, arrival_step: int) -> None:
+        """It comes now, and not before."""
+        self.arrival_index, self.arrival_step = arrival_index, arrival_step
+        self.__post_init__()
+
     def append(self, token_id: int) -> None:
         if isinstance(self.token_ids, tuple):
             self.token_ids = list(self.token_ids)

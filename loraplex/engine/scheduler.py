@@ -44,7 +44,8 @@ from loraplex.engine.schedule_plan import (
     SchedulePlan,
     token_output,
 )
-from loraplex.engine.waiting.queue import WaitingQueue
+from loraplex.engine.waiting.compiling import CompilingRequests
+from loraplex.engine.waiting.queue import SEAT, Admission, WaitingQueue
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
 
@@ -75,6 +76,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._states: dict[str, RequestState] = {}
         self._shares = TenantShares()
+        self._compiling = CompilingRequests()
         self._waiting = WaitingQueue()
         self._paused: list[RequestState] = []  # those that wait and keep their KV, in order of arrival
         self._running: list[RequestState] = []  # in order of admission
@@ -82,6 +84,7 @@ class Scheduler:
         self._mixes: Counter[tuple[MixPart, ...]] = Counter()  # of running requests
         self._uncommitted: deque[SchedulePlan] = deque()  # the oldest first
         self._leaving: dict[str, RequestState] = {}  # ended, but a step in flight runs them
+        self._failed: list[TokenOutput] = []  # ends that the next plan tells
         self._num_arrivals = 0
         self.num_preemptions = 0
         self.num_pauses = 0
@@ -94,7 +97,7 @@ class Scheduler:
 
     def add(self, request: Request, *, is_prompt_checked: bool = True, grammar: OutputGrammar | None = None) -> None:
         """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded. grammar: of its
-        output; the request waits until it is compiled, and no other one for that."""
+        output; the request arrives in the queue when it is compiled, and no other one waits for that."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
         share = self._shares.enter(request.claim.tenant, request.claim.weight)
         tokens, step_id = request.prompt_token_ids, self._turns.step_id
@@ -105,7 +108,10 @@ class Scheduler:
             state.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self._num_arrivals += 1
         self._states[request.request_id] = state
-        self._waiting.arrive(state)
+        if grammar is None:
+            self._waiting.arrive(state)
+        else:
+            self._compiling.add(state)
         if self._residency is not None:
             for adapter_id in request.adapter_ids:
                 self._residency.prefetch(adapter_id)
@@ -135,8 +141,8 @@ class Scheduler:
         return [self._finish(state, FinishReason.ERROR, error=error) for state in self._states_of(adapter_id)]
 
     def _states_of(self, adapter_id: int) -> list[RequestState]:
-        running = [state for state in self._running if _runs_on(state.request, adapter_id)]
-        return sorted([*running, *self._waiting.states_of(adapter_id)], key=_arrival_index)
+        others = [s for s in (*self._running, *self._compiling) if _runs_on(s.request, adapter_id)]
+        return sorted([*others, *self._waiting.states_of(adapter_id)], key=_arrival_index)
 
     def forget_kv(self, adapter_digest: str) -> None:
         """What an adapter's content computed is not to be used again: paused requests compute theirs again, running
@@ -162,11 +168,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._compiling)
 
     def waiting_by_cause(self) -> Mapping[str, int]:
-        """How many waiting requests wait for what: `seat` (a place in the batch or KV), `load`, `room`."""
-        return self._waiting.by_cause()
+        """How many waiting requests wait for what: `seat` (a place in the batch, KV, or a grammar), `load`, `room`."""
+        causes = Counter(self._waiting.by_cause())
+        causes[SEAT] += len(self._compiling)
+        return causes
 
     def shares(self) -> list[TenantShare]:
         """What tenants with requests were served; they change with the next step."""
@@ -175,7 +183,8 @@ class Scheduler:
     def adapters_of(self, status: RequestStatus) -> set[int]:
         """Ids of the adapters that running or waiting requests use."""
         if status is RequestStatus.WAITING:
-            return self._waiting.adapter_ids()
+            compiling = (state.request.adapter_ids for state in self._compiling)
+            return self._waiting.adapter_ids().union(*compiling)
         return {adapter_id for state in self._running for adapter_id in state.request.adapter_ids}
 
     # --------------------------------------------------------------------------------------------------------- schedule
@@ -204,19 +213,20 @@ class Scheduler:
         assert len(self._uncommitted) < MAX_STEPS_IN_FLIGHT, "the plan before the last is not committed"
         self._turns.step_id += 1
         scheduled: list[ScheduledSequence] = []
-        failed: list[TokenOutput] = []
+        self._take_compiled()
         paused = [] if self._uncommitted else self._turns.call(self._waiting, self._running)
         for state in paused:
             self._give_way(state, keeps_kv=True)
         if not self._uncommitted and (seated := self._seat_to_give()) is not None:
             self._give_way(seated, keeps_kv=True)
         budget = self._schedule_running(scheduled)
-        self._schedule_waiting(scheduled, failed, budget)
+        self._schedule_waiting(scheduled, budget)
         called = self._turns.called(self._waiting) if paused else ()
         if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
         self._prefetch_waiting()
-        plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(failed))
+        plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(self._failed))
+        self._failed.clear()
         if scheduled:
             self._uncommitted.append(plan)
         for sequence in scheduled:
@@ -226,6 +236,16 @@ class Scheduler:
             state.num_steps_in_flight += 1
             state.num_pending_tokens += sequence.is_sampled
         return plan
+
+    def _take_compiled(self) -> None:
+        """Requests whose grammar is there join the queue, as if they came now."""
+        for state, error in self._compiling.take():
+            if error is not None:
+                self._failed.append(self._finish(state, FinishReason.ERROR, error=error))
+                continue
+            state.arrive(self._num_arrivals, self._turns.step_id)
+            self._num_arrivals += 1
+            self._waiting.arrive(state)
 
     def _seat_to_give(self) -> RequestState | None:
         """The running request whose seat goes to the tenant that was served least, of those that were served more and
@@ -283,10 +303,16 @@ class Scheduler:
                 return True
         return False
 
-    def _schedule_waiting(self, scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int) -> None:
+    def _schedule_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
+        admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
+        try:
+            self._admit_from(admission, scheduled, budget)
+        finally:
+            admission.close()  # where memory ends, too: else what was looked at is never looked at again
+
+    def _admit_from(self, admission: Admission, scheduled: list[ScheduledSequence], budget: int) -> None:
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
         num_seats = self._max_running - self._num_seats_taken - sum(len(mix) - 1 for mix in self._mixes)
-        admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
         while budget > 0 and num_seats > 0 and (state := admission.next()) is not None:
             if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
                 admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
@@ -295,12 +321,9 @@ class Scheduler:
             if num_taken > num_seats and self._running and state.request.mix not in blocked:
                 break  # first come, first served
             try:
-                if state.grammar is not None and not state.grammar.is_ready():
-                    admission.pass_over(state)
-                    continue
                 waits_for = self._acquire_adapter(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
-                failed.append(self._finish(state, FinishReason.ERROR, error=error))
+                self._failed.append(self._finish(state, FinishReason.ERROR, error=error))
                 continue
             if waits_for is not None:
                 admission.block(state, waits_for)
@@ -309,7 +332,6 @@ class Scheduler:
             if num_tokens == 0:
                 break  # out of KV: first come, first served
             budget, num_seats = budget - num_tokens, num_seats - num_taken
-        admission.close()
 
     def _seats_for(self, mix: tuple[MixPart, ...]) -> int:
         """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters.
@@ -480,7 +502,7 @@ class Scheduler:
     def _leave(self, state: RequestState) -> None:
         if state.status is RequestStatus.RUNNING:
             self._leave_running(state)
-        else:
+        elif not self._compiling.discard(state):
             self._waiting.remove(state)
             if state.keeps_kv:
                 self._paused.remove(state)
@@ -517,7 +539,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that every request is in exactly one queue and that only running ones hold an adapter."""
-        assert len(self._waiting) + len(self._running) == len(self._states)
+        assert len(self._waiting) + len(self._running) + len(self._compiling) == len(self._states)
         for state in self._waiting:
             assert state.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert state.keeps_kv or not state.num_computed_tokens

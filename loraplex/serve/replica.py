@@ -109,6 +109,7 @@ class Replica:
         """All requests have ended."""
         self._giving_up.cancel()
         self._context.close()
+        await self._context.finish()
         await self._engine.shutdown()
 
 

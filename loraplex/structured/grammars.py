@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -145,6 +146,13 @@ class GrammarState:
         return words
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why a grammar cannot be compiled. An exception that is kept would keep the frames of all that raise it."""
+
+    message: str
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, and makes masks, in threads of its own. Any thread may call it.
 
@@ -181,24 +189,30 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams) -> Any:
         """The matcher at its beginning; not to be changed. Equal ones are compiled once, by the first that asks."""
         with self._lock:
-            known = self._compiled.get(params.digest)
+            known, mine = self._compiled.get(params.digest), Future[Any]()
             if known is None:
-                mine = self._compiled[params.digest] = Future()
+                self._compiled[params.digest] = mine
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             else:
                 self._compiled.move_to_end(params.digest)
-        if known is not None:
-            return known.result()
+        if known is None:
+            mine.set_result(self._outcome(params))
+        outcome = (known or mine).result()
+        if isinstance(outcome, _Refusal):
+            raise InvalidRequestError(outcome.message, param="structured_outputs")
+        return outcome
+
+    def _outcome(self, params: StructuredOutputsParams) -> Any:
+        """A matcher or a `_Refusal`."""
         try:
-            mine.set_result(self._compile(params))
+            return self._compile(params)
         except InvalidRequestError as error:
-            mine.set_exception(error)
+            return _Refusal(error.message)
         except BaseException as error:  # a panic of the library's is no Exception; those of the process are no verdict
             with self._lock:
                 self._compiled.pop(params.digest, None)
-            mine.set_exception(_wrong(f"the grammar cannot be compiled: {type(error).__name__}"))
-        return mine.result()
+            return _Refusal(_wrong(f"the grammar cannot be compiled: {type(error).__name__}").message)
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         llguidance = _llguidance()
