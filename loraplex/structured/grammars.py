@@ -36,6 +36,11 @@ NUM_COMPILE_THREADS = 2
 MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
 
+MAX_STEP_CPU_S = 0.03
+"""What the grammars of a step may take together, by their means: above it the costliest ends, and the next."""
+MIN_TOKENS_JUDGED = 16
+"""The first masks of a grammar take longer than all others."""
+
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 200_000,
@@ -89,8 +94,14 @@ class GrammarState:
     is_complete: nothing can follow any more. error: why no mask can be made.
     """
 
-    def __init__(self, matcher: Future[Any], eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: Future[Any], eos_token_ids: Sequence[int], clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        """clock: processor seconds of the thread that asks."""
         self._future = matcher
+        self._clock = clock
+        self._cpu_s = 0.0
+        self._num_tokens = 0
         self._eos_token_ids = tuple(eos_token_ids)
         self.is_complete = False
         self.error: InvalidRequestError | None = None
@@ -99,9 +110,18 @@ class GrammarState:
         """Whether it is compiled. Raises InvalidRequestError for what cannot be."""
         return self._future.done() and self._future.result() is not None
 
+    @property
+    def cost_s(self) -> float:
+        """Processor seconds of a token, in the mean: its mask and its commit. 0 until there are enough to judge by."""
+        return self._cpu_s / self._num_tokens if self._num_tokens >= MIN_TOKENS_JUDGED else 0.0
+
+    def refuse(self) -> None:
+        """It ends for what it costs."""
+        self.error = _wrong("it takes too long to find the tokens that may follow: make it simpler")
+
     def commit(self, token_id: int) -> None:
         """The token is part of the output."""
-        matcher = self._future.result()
+        matcher, began_s = self._future.result(), self._clock()
         with self._guarded():
             if token_id in self._eos_token_ids and matcher.is_accepting():
                 self.is_complete = True
@@ -109,6 +129,8 @@ class GrammarState:
                 self.error = _wrong(f"a token did not fit: {matcher.get_error()}")
             else:
                 self.is_complete = matcher.is_stopped()
+        self._cpu_s += self._clock() - began_s
+        self._num_tokens += 1
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -126,7 +148,7 @@ class GrammarState:
         num_words = vocab_size // _WORD_BITS + 1  # with the token that stands for the end
         words = np.zeros(max(num_words, 1 + max(self._eos_token_ids, default=0) // _WORD_BITS), np.int32)
         matcher = self._future.result()
-        began_s = time.thread_time()
+        began_s = self._clock()
         can_end = False
         if self.error is None:
             with self._guarded():
@@ -134,8 +156,9 @@ class GrammarState:
                 can_end = matcher.is_accepting()
                 if matcher.is_error():
                     self.error = _wrong(matcher.get_error())
-                elif time.thread_time() - began_s > MAX_MASK_CPU_S:
-                    self.error = _wrong("it takes too long to find the tokens that may follow: make it simpler")
+                elif self._clock() - began_s > MAX_MASK_CPU_S:
+                    self.refuse()
+        self._cpu_s += self._clock() - began_s
         if self.error is not None:
             words[:] = 0
             return words
@@ -266,9 +289,18 @@ class GrammarCompiler:
 
     def begin_masks(self, states: Sequence[GrammarState | None]) -> Future[list[Words | None]]:
         """A mask for each request that has a grammar."""
-        return self._mask_thread.submit(
-            lambda: [None if each is None else each.fill(self.vocab_size) for each in states]
-        )
+        return self._mask_thread.submit(self._masks, states)
+
+    def _masks(self, states: Sequence[GrammarState | None]) -> list[Words | None]:
+        masks = [None if each is None else each.fill(self.vocab_size) for each in states]
+        costly = sorted((each for each in states if each is not None), key=lambda each: each.cost_s, reverse=True)
+        step_s = sum(each.cost_s for each in costly)
+        for state in costly:
+            if step_s <= MAX_STEP_CPU_S:
+                break
+            state.refuse()
+            step_s -= state.cost_s
+        return masks
 
 
 def _llguidance() -> Any:

@@ -21,7 +21,8 @@ from loraplex.core import (
 )
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
-from loraplex.errors import AdapterUnavailableError, EngineError
+from loraplex.engine.waiting.compiling import NUM_LOOKS
+from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.sampling_params import NO_CLAIM, Claim
 
@@ -76,6 +77,25 @@ class FakeResidency:
         return [each for each in in_use if each not in adapter_ids][: max(0, num_lacking)]
 
 
+class FakeGrammar:
+    """Compiled when a test says so, or never."""
+
+    def __init__(self, is_compiled: bool = False) -> None:
+        self.is_compiled = is_compiled
+        self.error: InvalidRequestError | None = None
+        self.is_complete = False
+        self.num_looks = 0
+
+    def is_ready(self) -> bool:
+        self.num_looks += 1
+        if self.error is not None:
+            raise self.error
+        return self.is_compiled
+
+    def commit(self, token_id: int) -> None:
+        assert self.is_compiled, "nothing is drawn for a form that is not known"
+
+
 class Harness:
     """A scheduler whose model always answers token 5 (or what `script` says)."""
 
@@ -103,6 +123,7 @@ class Harness:
         adapter: int | tuple[int, ...] | None = None,
         max_tokens: int = 4,
         claim: Claim = NO_CLAIM,
+        grammar: FakeGrammar | None = None,
         **params,
     ) -> None:
         """adapter: several are a mix."""
@@ -120,7 +141,8 @@ class Harness:
                 adapter_digest=digest,
                 mix=mix,
                 claim=claim,
-            )
+            ),
+            grammar=grammar,
         )
 
     def step(self) -> SchedulePlan:
@@ -362,6 +384,78 @@ class TestEnds:
         outputs = harness.scheduler.commit(plan, {"a": SampledToken(0, error=EngineError("NaN")), "b": SampledToken(5)})
         assert [output.finish_reason for output in outputs] == [FinishReason.ERROR, None]
         harness.run()
+
+
+class TestGrammars:
+    def test_a_request_arrives_when_its_grammar_is_compiled(self) -> None:
+        harness, grammar = Harness(seqs=1), FakeGrammar()
+        harness.add("form", grammar=grammar)
+        harness.add("plain", max_tokens=3)
+        assert harness.scheduler.num_waiting == 2
+        assert ran(harness.step()) == {"plain": 4}
+        harness.step()
+        grammar.is_compiled = True
+        harness.run()
+        assert steps_of(harness, "form")[0] == last_step(harness, "plain") + 1
+        assert len(harness.tokens("form")) == 4
+
+    def test_a_grammar_that_cannot_be_ends_its_request_alone(self) -> None:
+        harness, grammar = Harness(), FakeGrammar()
+        harness.add("form", adapter=1, grammar=grammar)
+        harness.add("plain")
+        grammar.error = InvalidRequestError("no form", param="structured_outputs")
+        harness.run()
+        assert harness.reason("form") is FinishReason.ERROR
+        assert len(harness.tokens("plain")) == 4
+
+    def test_one_that_is_compiled_is_aborted_like_any_other(self) -> None:
+        harness = Harness()
+        harness.add("form", adapter=1, grammar=FakeGrammar())
+        harness.add("other", adapter=2, grammar=FakeGrammar())
+        harness.step()
+        assert harness.scheduler.adapters_of(RequestStatus.WAITING) == {1, 2}
+        harness._take(harness.scheduler.abort_adapter(1))
+        assert harness.scheduler.abort("other") is not None
+        assert not harness.scheduler.has_unfinished
+
+    def test_a_step_looks_at_few_that_are_not_compiled_and_takes_no_seat_for_them(self) -> None:
+        """The seat of another tenant would be empty in every second step."""
+        harness, grammars = Harness(seqs=1), [FakeGrammar() for _ in range(500)]
+        harness.add("runs", max_tokens=20, claim=Claim("heavy"))
+        for number, grammar in enumerate(grammars):
+            harness.add(f"form{number}", grammar=grammar, claim=Claim("light"))
+        for _ in range(10):
+            assert "runs" in ran(harness.step())
+        assert harness.scheduler.num_pauses == 0
+        assert sum(grammar.num_looks for grammar in grammars) <= 10 * NUM_LOOKS
+        for grammar in grammars:
+            grammar.is_compiled = True
+        harness.run(5000)
+
+    def test_what_memory_breaks_off_loses_no_request_and_no_end(self) -> None:
+        """Lines that were looked at in the step are looked at again, and what failed in it is told in the next."""
+        harness, left = Harness(), [1]
+        start = harness.blocks.start
+
+        def failing(request: Request, token_ids: Sequence[int]) -> int:
+            if request.request_id == "breaks" and left:
+                left.pop()
+                raise MemoryError("no memory")
+            return start(request, token_ids)
+
+        harness.blocks.start, grammar = failing, FakeGrammar()
+        grammar.error = InvalidRequestError("no form", param="structured_outputs")
+        harness.residency.loading.add(3)
+        harness.add("waits", adapter=3, claim=Claim("light"))
+        harness.add("fails", grammar=grammar)
+        harness.add("breaks")
+        with pytest.raises(MemoryError):
+            harness.step()
+        harness.scheduler.check_integrity()
+        harness.residency.loading.clear()
+        harness.run()
+        assert harness.reason("fails") is FinishReason.ERROR
+        assert len(harness.tokens("waits")) == len(harness.tokens("breaks")) == 4
 
 
 class TestPreemption:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from loraplex import StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
-from loraplex.structured.grammars import GrammarCompiler, GrammarState
+from loraplex.structured.grammars import MIN_TOKENS_JUDGED, GrammarCompiler, GrammarState
 
 SPECIAL = (b"<s>", b"</s>")
 TEXTS = (*(bytes([byte]) for byte in range(256)), b"ab", b'{"', b'":', b"\xe2\x98", b"\x85", b"true", b"")
@@ -212,3 +212,55 @@ def test_a_mistake_of_the_library_is_one_requests_error() -> None:
     for state in (masked, committed):
         assert state.error is not None
         assert "RuntimeError" in state.error.message
+
+
+# --------------------------------------------------------------------------------------------------------------- costs
+
+
+class Clock:
+    """Each look takes as long as it says."""
+
+    def __init__(self, look_s: float) -> None:
+        self.now_s, self.look_s = 0.0, look_s
+
+    def __call__(self) -> float:
+        self.now_s += self.look_s
+        return self.now_s
+
+
+def costing(compiler: GrammarCompiler, look_s: float) -> GrammarState:
+    """What has drawn enough tokens to be judged, each for three times as many seconds of processor time."""
+    future: Future[Any] = Future()
+    future.set_result(compiler.compile(StructuredOutputsParams(regex="[a-z]{400}")).deep_copy())
+    state = GrammarState(future, (EOS,), Clock(look_s))
+    for token_id in ids_of("x" * MIN_TOKENS_JUDGED):
+        state.fill(VOCAB_SIZE)
+        state.commit(token_id)
+    return state
+
+
+def test_the_costliest_grammars_of_a_step_end_until_the_others_fit(compiler: GrammarCompiler) -> None:
+    """A client can fill a batch with grammars of some milliseconds a token each: no bound of one mask is hit."""
+    cheap, dear, dearer = costing(compiler, 0.0002), costing(compiler, 0.004), costing(compiler, 0.009)
+    new = GrammarState(cheap._future, (EOS,), Clock(0.05))
+    masks = compiler.begin_masks([cheap, dear, None, dearer, new]).result(60)
+    assert [mask is None for mask in masks] == [False, False, True, False, False]
+    assert (cheap.error, new.error) == (None, None), "the first masks of a grammar are not judged"
+    assert dear.error is None
+    assert "it takes too long to find the tokens that may follow" in str(dearer.error)
+
+
+def test_what_a_grammar_is_refused_for_is_told_anew_each_time(compiler: GrammarCompiler) -> None:
+    """An exception that is kept would keep the frames of all that raised it, with the texts in them."""
+    params, lengths = StructuredOutputsParams(regex="(a"), set()
+    errors = []
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError) as caught:
+            compiler.compile(params)
+        errors.append(caught.value)
+        frame, length = caught.value.__traceback__, 0
+        while frame is not None:
+            frame, length = frame.tb_next, length + 1
+        lengths.add(length)
+    assert len({id(error) for error in errors}) == 3
+    assert len({str(error) for error in errors}) == len(lengths) == 1
