@@ -44,8 +44,7 @@ from loraplex.engine.schedule_plan import (
     SchedulePlan,
     token_output,
 )
-from loraplex.engine.waiting.compiling import CompilingRequests
-from loraplex.engine.waiting.queue import SEAT, Admission, WaitingQueue
+from loraplex.engine.waiting.queue import SEAT, Admission, CompilingRequests, WaitingQueue
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
 

@@ -51,7 +51,11 @@ MAX_MESSAGES_A_STEP = 256
 """Read between two steps: however many come, requests that run go on."""
 
 MAX_BYTES_A_STEP = 2**20
-"""The same for long ones: a prompt of 131,000 ids takes 5 ms to read and to check."""
+READ_S = 0.01
+"""The same for long ones: a prompt of 131,000 ids takes 5 ms to read and to check, and so does a schema of 32 KB."""
+
+SWITCH_INTERVAL_S = 0.001
+"""For which a thread that compiles or loads keeps the interpreter from the steps."""
 
 
 class EngineProcess:
@@ -113,8 +117,10 @@ class EngineProcess:
             self._socket.send(self._replies.get())
         if self._socket in events:
             with contextlib.suppress(zmq.Again):
-                num_messages = num_bytes = 0
+                num_messages, num_bytes, ends_s = 0, 0, time.monotonic() + READ_S
                 while self._is_running and num_messages < MAX_MESSAGES_A_STEP and num_bytes < MAX_BYTES_A_STEP:
+                    if time.monotonic() > ends_s:
+                        return
                     data = self._socket.recv(zmq.NOBLOCK)
                     num_messages, num_bytes = num_messages + 1, num_bytes + len(data)
                     self._handle(data)
@@ -259,4 +265,5 @@ def main(address: str) -> int:
 
 if __name__ == "__main__":
     logs.configure_from(sys.argv[2:])
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     sys.exit(main(sys.argv[1]))

@@ -36,6 +36,9 @@ NUM_COMPILE_THREADS = 2
 MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
 
+MAX_GBNF_RULES = 256
+"""The translation is Python's, and takes quadratic time in them: 50 ms for so many."""
+
 MAX_STEP_CPU_S = 0.03
 """What the grammars of a step may take together, by their means: above it the costliest ends, and the next."""
 MIN_TOKENS_JUDGED = 16
@@ -347,8 +350,13 @@ def _own_grammar(text: str) -> str:
     for word in ("%llguidance", "%json", "%regex"):
         if word in text:
             raise _wrong(f"{word} cannot be in a grammar of a request: leave it out")
-    if "::=" not in text:
+    num_rules = text.count("::=")
+    if not num_rules:
         return text
+    if num_rules > MAX_GBNF_RULES:
+        raise _wrong(
+            f"a GBNF grammar has at most {MAX_GBNF_RULES} rules, this has {num_rules}; write it in Lark's form"
+        )
     try:
         translated: str = import_module("llguidance.gbnf_to_lark").any_to_lark(text)
     except RecursionError:

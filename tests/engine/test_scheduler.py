@@ -21,7 +21,7 @@ from loraplex.core import (
 )
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
-from loraplex.engine.waiting.compiling import NUM_LOOKS
+from loraplex.engine.waiting.queue import NUM_LOOKS
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.sampling_params import NO_CLAIM, Claim

@@ -14,7 +14,9 @@ from typing import Any
 from loraplex.text.tools.json_calls import CallDelta, Part
 
 MAX_NESTING = 32
-MAX_CALL_CHARS = 2**18
+MAX_CALL_CHARS = 2**15
+"""Python's parser takes quadratic time for an f-string, 0.1 s of one so long."""
+
 _BEGIN = re.compile(r"\s*\[\s*([A-Za-z_][\w.]*)\s*\(")
 _NEXT = re.compile(r"[\"'\\()\[\]{}]")
 _PAIR = {")": "(", "]": "[", "}": "{"}
