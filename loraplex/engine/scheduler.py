@@ -248,11 +248,15 @@ class Scheduler:
 
     def _seat_to_give(self) -> RequestState | None:
         """The running request whose seat goes to the tenant that was served least, of those that were served more and
-        have more seats by weight even then. None while a seat is free, or the step has no tokens left for it."""
-        if len(self._running) < self._max_running:
+        have more seats by weight even then. None while a seat is free or more are taken than may be, for a mix that
+        needs more than one, and where the step has no tokens left for it."""
+        if len(self._running) != self._max_running:
             return None
-        tenant = self._waiting.least_served_ready()
-        if tenant is None or sum(num for _, num in self._next_tokens()) >= self._max_num_batched_tokens:
+        first = self._waiting.least_served_ready()
+        if first is None or self._seats_for(first.request.mix) > 1:
+            return None
+        tenant = first.share
+        if sum(num for _, num in self._next_tokens()) >= self._max_num_batched_tokens:
             return None
         num_seats = (tenant.num_running + 1) / tenant.weight
         served_more = [state for state in self._running if state.share.served > tenant.served]

@@ -207,7 +207,7 @@ def make_front(
         OutputProcessor(base.tokenizer),
         registry,
         texts,
-        grammars or GrammarCompiler(ByteTokens, ByteTokens.vocab_size),
+        grammars or GrammarCompiler(ByteTokens, ByteTokens.vocab_size, is_judge=True),
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )

@@ -138,6 +138,11 @@ class ServerSettings:
         "of the model or adapter)",
         group="Model and adapters",
     )
+    allow_grammars: bool = setting(
+        False,
+        "accept grammars that clients write (structured_outputs.grammar, guided_grammar). What they cost cannot be "
+        "bounded as that of schemas and regular expressions is: for trusted clients alone",
+    )
     reasoning_parser: str | None = setting(
         None, "form of thoughts in answers, which become reasoning_content: qwen3 (default: they are content)"
     )

@@ -13,6 +13,7 @@ from functools import partial
 from loraplex.adapters.registry import LoRARef
 from loraplex.adapters.registry.adapter_name import address_text
 from loraplex.core import AdapterChoice
+from loraplex.errors import InvalidRequestError
 from loraplex.frontend.making import AdapterMaker
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
@@ -114,6 +115,9 @@ class ServerContext:
     async def check_form(self, form: StructuredOutputsParams | None, field: str, client: str) -> None:
         """Raises InvalidRequestError, which names the field, for a form that outputs cannot have."""
         if form is not None:
+            if form.kind == "grammar" and not self.config.allow_grammars:
+                text = "grammars are off on this server: send a JSON schema, a regular expression or a choice"
+                raise InvalidRequestError(f"{text}, or start it with --allow-grammars", param=field)
             with as_field(field):
                 await self.grammars.run(client, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
 

@@ -12,7 +12,9 @@ One whose masks take too long all the same ends its request alone.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import re
 import threading
 import time
@@ -22,6 +24,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,11 +33,18 @@ import numpy.typing as npt
 from loraplex.errors import InvalidRequestError, shortened
 from loraplex.structured.params import StructuredOutputsParams
 
-MAX_COMPILED = 128
-"""Kept, so that equal ones are compiled once."""
+MAX_COMPILED = 32
+MAX_VERDICTS = 128
+"""Kept, so that equal ones are compiled, or judged, once."""
+
+MAX_GROWTH_BYTES = 2**25
+"""Of a process that compiles a grammar: some of 18 KB take 500 MB, and no count of llguidance's is near to it."""
 NUM_COMPILE_THREADS = 2
 MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
+
+TOKENS_AT_ONCE = 8
+"""Of an output that a request brings, between two chances for other threads."""
 
 MAX_GBNF_RULES = 256
 """The translation is Python's, and takes quadratic time in them: 50 ms for so many."""
@@ -186,8 +196,13 @@ class GrammarCompiler:
     so what an adapter adds cannot break one.
     """
 
-    def __init__(self, open_tokenizer: Callable[[], GrammarTokenizer | None], vocab_size: int) -> None:
+    def __init__(
+        self, open_tokenizer: Callable[[], GrammarTokenizer | None], vocab_size: int, *, is_judge: bool = False
+    ) -> None:
+        """is_judge: it keeps verdicts and no grammars, and refuses those that take much memory."""
         self._open_tokenizer = open_tokenizer
+        self._is_judge = is_judge
+        self._judging = threading.Lock()  # one at a time: what the process grows by is the grammar's
         self.vocab_size = vocab_size
         self._compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
@@ -218,7 +233,7 @@ class GrammarCompiler:
             known, mine = self._compiled.get(params.digest), Future[Any]()
             if known is None:
                 self._compiled[params.digest] = mine
-                if len(self._compiled) > MAX_COMPILED:
+                if len(self._compiled) > (MAX_VERDICTS if self._is_judge else MAX_COMPILED):
                     self._compiled.popitem(last=False)
             else:
                 self._compiled.move_to_end(params.digest)
@@ -230,15 +245,31 @@ class GrammarCompiler:
         return outcome
 
     def _outcome(self, params: StructuredOutputsParams) -> Any:
-        """A matcher or a `_Refusal`."""
+        """A matcher or a `_Refusal`; of a judge, None or a `_Refusal`."""
         try:
-            return self._compile(params)
+            return self._judge(params) if self._is_judge else self._compile(params)
         except InvalidRequestError as error:
             return _Refusal(error.message)
         except BaseException as error:  # a panic of the library's is no Exception; those of the process are no verdict
             with self._lock:
                 self._compiled.pop(params.digest, None)
             return _Refusal(_wrong(f"the grammar cannot be compiled: {type(error).__name__}").message)
+
+    def _judge(self, params: StructuredOutputsParams) -> None:
+        """What the process does beside it may take memory, too: what seems too large is looked at twice."""
+        with self._judging:
+            for _ in range(2):
+                before = _resident_bytes()
+                matcher = self._compile(params)
+                grown = _resident_bytes() - before
+                del matcher
+                if grown <= MAX_GROWTH_BYTES:
+                    return
+                _give_back()
+                if grown > 4 * MAX_GROWTH_BYTES:
+                    break
+            most = MAX_GROWTH_BYTES >> 20
+            raise _wrong(f"it takes {grown >> 20} MiB of memory, and at most {most} are given: make it simpler")
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         llguidance = _llguidance()
@@ -274,9 +305,16 @@ class GrammarCompiler:
         return GrammarState(future, eos_token_ids)
 
     def _advanced(self, params: StructuredOutputsParams, output_token_ids: tuple[int, ...]) -> Any:
-        matcher = self.compile(params).deep_copy()
-        if output_token_ids and not matcher.consume_tokens(list(output_token_ids)):
-            raise _wrong(f"the output so far did not fit: {matcher.get_error()}")
+        try:
+            matcher = self.compile(params).deep_copy()
+            for begin in range(0, len(output_token_ids), TOKENS_AT_ONCE):
+                if not matcher.consume_tokens(list(output_token_ids[begin : begin + TOKENS_AT_ONCE])):
+                    raise _wrong(f"the output so far did not fit: {matcher.get_error()}")
+                time.sleep(0)  # the library keeps the interpreter's lock
+        except InvalidRequestError:
+            raise
+        except BaseException as error:  # a panic of the library's is no Exception
+            raise _wrong(f"the grammar cannot be followed: {type(error).__name__}") from None
         return matcher
 
     @property
@@ -304,6 +342,20 @@ class GrammarCompiler:
             state.refuse()
             step_s -= state.cost_s
         return masks
+
+
+def _resident_bytes() -> int:
+    """Of this process; 0 where the system has no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def _give_back() -> None:
+    """What the C library holds of freed memory, where it is glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _llguidance() -> Any:
@@ -347,18 +399,18 @@ def _json_of(schema: dict[str, Any], is_compact: bool) -> str:
 
 def _own_grammar(text: str) -> str:
     """Lark's notation as it is, GBNF translated. What would undo a bound here is refused."""
-    for word in ("%llguidance", "%json", "%regex"):
+    for word in ("%llguidance", "%json", "%regex", "<["):
         if word in text:
             raise _wrong(f"{word} cannot be in a grammar of a request: leave it out")
     num_rules = text.count("::=")
-    if not num_rules:
+    if not num_rules or any(line.replace(" ", "").startswith("start:") for line in text.split("\n")):
         return text
     if num_rules > MAX_GBNF_RULES:
         raise _wrong(
             f"a GBNF grammar has at most {MAX_GBNF_RULES} rules, this has {num_rules}; write it in Lark's form"
         )
     try:
-        translated: str = import_module("llguidance.gbnf_to_lark").any_to_lark(text)
+        translated: str = import_module("llguidance.gbnf_to_lark").gbnf_to_lark(text)
     except RecursionError:
         raise _wrong("the grammar is nested too deeply") from None
     except Exception as error:  # it raises plain Exception, too

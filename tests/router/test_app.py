@@ -15,7 +15,9 @@ from loraplex.server.app import ROUTES, create_app
 from loraplex.testing import FakeAsyncEngine
 from tests.router.parts import completion, replicas, router
 
-OWN_OF_A_SERVER = re.compile(r"/v1/(memory|events|profile)|/openapi.json|/docs|/redoc|/$|/favicon")
+OWN_OF_A_SERVER = re.compile(
+    r"/v1/(memory|events|profile|keys|tenants|shares|usage)|/openapi.json|/docs|/redoc|/$|/favicon"
+)
 """docs/guides/several-replicas.md: they are the replicas'."""
 
 KEY = "k" * 32
@@ -33,7 +35,7 @@ def routes_of(app: Any) -> set[tuple[str, str]]:
 def test_every_route_of_a_server_is_one_of_the_router_or_named_as_a_replicas_own() -> None:
     settings = RouteSettings(port=0)
     config = settings.server_config
-    routed = create_router_app(Fleet(["127.0.0.1:1"], settings), settings, config, Routed(config).connections)
+    routed = create_router_app(Fleet(["127.0.0.1:1"], settings), settings, config, Routed(config, 100).connections)
     context = create_app(FakeAsyncEngine()).state.context
     ours = set().union(*(routes_of(routes(context).router()) for routes in ROUTES))
     missing = {each for each in ours - routes_of(routed) if not OWN_OF_A_SERVER.match(each[1])}

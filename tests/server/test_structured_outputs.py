@@ -54,7 +54,6 @@ async def chunks(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any
         ),
         ({"guided_json": json.dumps(PARAMETERS)}, {"json": PARAMETERS}),
         ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
-        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, {"json": PARAMETERS}),
         ({"tools": [ADD], "tool_choice": "required"}, {"calls": {"add": PARAMETERS}}),
         (
@@ -68,6 +67,19 @@ async def test_the_form_that_reaches_the_engine(
 ) -> None:
     await chat(client, **fields)
     assert engine.requests[-1].params.structured_outputs == StructuredOutputsParams(**form)
+
+
+async def test_grammars_of_clients_are_taken_where_the_operator_says_so(engine: FakeAsyncEngine) -> None:
+    """A short one can end a process or take seconds of a step."""
+    body = {"model": "base", "messages": HI, "guided_grammar": 'root ::= "a"'}
+    async with client_of(create_app(engine)) as client:
+        refused = await client.post(URL, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_grammar")
+        assert "--allow-grammars" in refused.json()["error"]["message"]
+        assert not engine.requests
+    async with client_of(create_app(engine, ServerConfig(allow_grammars=True))) as client:
+        assert (await client.post(URL, json=body)).status_code == 200
+        assert engine.requests[-1].params.structured_outputs == StructuredOutputsParams(grammar=body["guided_grammar"])
 
 
 async def test_one_form_at_a_time(client: httpx.AsyncClient) -> None:

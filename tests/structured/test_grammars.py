@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from loraplex import StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
-from loraplex.structured.grammars import MIN_TOKENS_JUDGED, GrammarCompiler, GrammarState
+from loraplex.structured import grammars
+from loraplex.structured.grammars import (
+    MAX_GROWTH_BYTES,
+    MIN_TOKENS_JUDGED,
+    GrammarCompiler,
+    GrammarState,
+)
 
 SPECIAL = (b"<s>", b"</s>")
 TEXTS = (*(bytes([byte]) for byte in range(256)), b"ab", b'{"', b'":', b"\xe2\x98", b"\x85", b"true", b"")
@@ -273,3 +279,24 @@ def test_what_a_grammar_is_refused_for_is_told_anew_each_time(compiler: GrammarC
         lengths.add(length)
     assert len({id(error) for error in errors}) == 3
     assert len({str(error) for error in errors}) == len(lengths) == 1
+
+
+def test_a_judge_refuses_what_takes_much_memory_and_keeps_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """18 KB of a regular expression took 530 MB, and 128 were kept."""
+    judge = GrammarCompiler(Bytes, VOCAB_SIZE, is_judge=True)
+    sizes = iter([0, 2**20, 2**20, 2**20 + 2 * MAX_GROWTH_BYTES, 0, 2 * MAX_GROWTH_BYTES])
+    monkeypatch.setattr(grammars, "_resident_bytes", lambda: next(sizes))
+    judge.check(StructuredOutputsParams(regex="[a-z]{1,40}"))
+    assert judge.compile(StructuredOutputsParams(regex="[a-z]{1,40}")) is None, "known, and not kept"
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="it takes 64 MiB of memory, and at most 32 are given"):
+            judge.check(StructuredOutputsParams(regex="b"))
+    sizes = iter([0, 8 * MAX_GROWTH_BYTES])
+    with pytest.raises(InvalidRequestError, match="it takes 256 MiB"):
+        judge.check(StructuredOutputsParams(regex="c"))
+    judge.close()
+
+
+def test_an_output_that_comes_with_a_request_is_read_in_pieces(compiler: GrammarCompiler) -> None:
+    state = started(compiler, regex="a{50}b", output="a" * 50)
+    assert allowed(state) == ids_of("b")

@@ -308,11 +308,11 @@ class WaitingQueue:
         lane = min(self._rooms, key=_served, default=None)
         return None if lane is None else lane.room.furthest_behind(step_id, aging_steps)
 
-    def least_served_ready(self) -> TenantShare | None:
-        """The tenant that was served least of those that wait, unless its first request waits for an adapter."""
+    def least_served_ready(self) -> RequestState | None:
+        """The first request of the tenant that was served least of those that wait, unless it waits for an adapter."""
         lane = self._least_served()
         line = None if lane is None else lane.lines.first()
-        return None if lane is None or line is None or line.cause_of(line.head) is not None else lane.share
+        return None if line is None or line.cause_of(line.head) is not None else line.head
 
     def by_cause(self) -> Mapping[str, int]:
         """How many wait for what; a line waits for what its head does."""
