@@ -33,7 +33,7 @@ def routes_of(app: Any) -> set[tuple[str, str]]:
 def test_every_route_of_a_server_is_one_of_the_router_or_named_as_a_replicas_own() -> None:
     settings = RouteSettings(port=0)
     config = settings.server_config
-    routed = create_router_app(Fleet(["127.0.0.1:1"], settings), settings, config, Routed(config).connections)
+    routed = create_router_app(Fleet(["127.0.0.1:1"], settings), settings, config, Routed(config, 100).connections)
     context = create_app(FakeAsyncEngine()).state.context
     ours = set().union(*(routes_of(routes(context).router()) for routes in ROUTES))
     missing = {each for each in ours - routes_of(routed) if not OWN_OF_A_SERVER.match(each[1])}
