@@ -15,7 +15,9 @@ from loraplex.server.app import ROUTES, create_app
 from loraplex.testing import FakeAsyncEngine
 from tests.router.parts import completion, replicas, router
 
-OWN_OF_A_SERVER = re.compile(r"/v1/(memory|events|profile|tenants|keys|shares|usage)|/openapi.json|/docs|/redoc|/$|/favicon")
+OWN_OF_A_SERVER = re.compile(
+    r"/v1/(memory|events|profile|tenants|keys|shares|usage)|/openapi.json|/docs|/redoc|/$|/favicon"
+)
 """docs/guides/several-replicas.md: they are the replicas'."""
 
 KEY = "k" * 32
