@@ -64,10 +64,10 @@ class Names:
         is_there = self.held is not None and name in self.held
         return self.to_do.get(name) is not None or (self.is_doubtful and is_there)
 
-    def doubt(self, status: int, name: str | None) -> None:
-        """A refusal: 404 for a name that is there says that another process is."""
-        if status == 404 and name is not None and self.has(name):
-            self.is_doubtful = True
+    @property
+    def instance(self) -> str:
+        """The process whose list was read; "": none was."""
+        return self._instance
 
     @property
     def is_new(self) -> bool:

@@ -2,7 +2,9 @@
 
 A request is sent again only where the replica cannot have begun it: no connection came about, or the answer is a
 refusal of RETRIED. One whose replica is lost in the middle is answered with 502 and not sent again: it may be what
-ended the replica. A stream passes through piece by piece; the next piece is read when the client has taken the last.
+ended the replica. 404 for an adapter that a new process is yet to load becomes 503; of a process that has it, it is
+passed on, since the client may not see it. A stream passes through piece by piece; the next piece is read when the
+client has taken the last.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class Relayed(Response):
         headers, target = sent_headers(self._request), target_of(self._request)
         tried: list[Replica] = []
         last: LoraplexError | tuple[Answer, bytes] | None = None
+        adapter, is_denied = self._needs.adapter, False
         while len(tried) < self._max_attempts:
             replica = self._fleet.choose(self._needs, tried)
             if replica is None:
@@ -74,6 +77,7 @@ class Relayed(Response):
                 self._metrics.count_retry(tried[-1].name)
             tried.append(replica)
             with replica.holding(self._needs):
+                listed = replica.names.instance
                 try:
                     answer = await replica.send(self._request.method, target, headers, self._body)
                 except NotSentError as error:
@@ -88,7 +92,8 @@ class Relayed(Response):
                     self._metrics.count_request(replica.name, answer.status)
                     refusal = await _refusal(answer, replica)
                     if refusal is not None:
-                        replica.names.doubt(answer.status, self._needs.adapter)
+                        if answer.status == 404 and adapter is not None:
+                            is_denied |= await replica.has_denied(adapter, listed)
                         last = answer, refusal
                         continue
                     if answer.status < 300 and self._request.scope["path"] in GENERATION_PATHS:
@@ -97,13 +102,13 @@ class Relayed(Response):
                 finally:
                     answer.close()
             return
-        is_promised = self._fleet.is_promised(self._needs.adapter)
+        is_promised = not is_denied and self._fleet.num_open > 0 and self._fleet.is_promised(adapter)
         if isinstance(last, tuple) and not (last[0].status == 404 and is_promised):
             await self._send_whole(*last, send)
             return
         reason = str(last) if isinstance(last, LoraplexError) else "no replica is healthy"
         if is_promised:
-            reason = f"no replica that has adapter {clipped(str(self._needs.adapter))!r} takes requests now"
+            reason = f"no replica that has adapter {clipped(str(adapter))!r} takes requests now"
         text = f"{reason}; try again later"
         raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
 

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from loraplex.router.connection import Answer, Headers, Line
+import msgspec
+
+from loraplex.router.connection import UNREADABLE, Answer, Headers, Line, LostError, NotSentError
 from loraplex.router.names import Names
 from loraplex.router.settings import RouteSettings
 from loraplex.routing import KnownMemory, Needs, Snapshot
@@ -16,6 +18,12 @@ from loraplex.routing.breaker import Breaker
 from loraplex.server.verb_turns import VerbTurns
 
 VERB_TIMEOUT_S = 300.0
+VERSION_PATH = "/version"
+MAX_VERSION_BYTES = 2**16
+
+
+class _Version(msgspec.Struct):
+    instance: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,25 @@ class Replica:
         """A poll: status and body. Raises NotSentError, LostError (also for a longer body)."""
         answer = await self.send("GET", path.encode(), self.own_headers, b"", self._settings.connect_timeout_s)
         return answer.status, await answer.read(max_bytes)
+
+    async def instance(self) -> str:
+        """Which process it is; "" where it does not say. Raises NotSentError, LostError, and UNREADABLE's."""
+        status, page = await self.ask(VERSION_PATH, MAX_VERSION_BYTES)
+        return msgspec.json.decode(page, type=_Version).instance if status == 200 else ""
+
+    async def has_denied(self, name: str, listed: str) -> bool:
+        """Whether 404 for a name is the word of the process `listed`, which has it: the client may not see it.
+
+        Another process raises a doubt. It is asked for names that are not there, too: how long a 404 takes does not
+        say which ones there are.
+        """
+        if not listed:
+            return False
+        with contextlib.suppress(NotSentError, LostError, *UNREADABLE):
+            if await self.instance() == listed:
+                return self.names.instance == listed and self.names.has(name)
+        self.names.is_doubtful = True
+        return False
 
     async def stream(self, path: str) -> Answer:
         """The answer to a poll that goes on. It must be closed."""

@@ -136,7 +136,7 @@ class AdapterVerbs:
         doing = send(request.method, target_of(request), sent_headers(request), body, replicas[0])
         outcome = await until_disconnect(request, doing)
         if outcome.status == 0:
-            raise ApiError(outcome.message, status=502, kind="server_error", code="replica_lost")
+            raise _replica_lost(outcome)
         return _answer_of(outcome, replicas)
 
     async def _take_turns(self, held: AsyncExitStack, request: Request, replicas: Sequence[Replica]) -> None:
@@ -273,12 +273,15 @@ def _differing(names: Sequence[str]) -> ApiError:
 
 
 async def _refusal(request: Request, body: bytes, replica: Replica) -> Response | None:
-    """The answer to a client that may do no verb; None for one that may. Raises ApiError where it is not known."""
+    """The answer to a client that may do no verb, or that the replica lets do some (a tenant): a refusal, or what came
+    of it. None for one that may. Raises ApiError where it is not known."""
     seen = await look(replica, ADMINS_PATH, own_headers(request))
     if seen.status == 0:
         raise _not_begun(seen.message)
     if seen.status == 403:  # the replica's refusal of the verb names it, and leaves an audit record
         seen = await send(request.method, target_of(request), sent_headers(request), body, replica)
+        if seen.status == 0:
+            raise _replica_lost(seen)
     elif seen.is_done:
         return None
     return _answer_of(seen, ())
@@ -350,6 +353,10 @@ def _meaning(card: dict[str, Any]) -> tuple[Any, ...]:
 def _not_begun(reason: str) -> ApiError:
     text = f"nothing was changed: {reason}"
     return ApiError(text, status=503, kind="unavailable_error", code="replica_unavailable")
+
+
+def _replica_lost(outcome: Outcome) -> ApiError:
+    return ApiError(outcome.message, status=502, kind="server_error", code="replica_lost")
 
 
 def _answer_of(outcome: Outcome, replicas: Sequence[Replica]) -> Response:

@@ -50,7 +50,6 @@ LIST_PAGE = 1000
 LIST_PATH = f"/v1/adapters?limit={LIST_PAGE}&after="
 MAX_LIST_BYTES = 16 * 2**20
 LIST_TIMEOUT_S = 30.0
-VERSION_PATH = "/version"
 MAX_BASE_NAMES = 64
 MODELS_PATH = f"/v1/models?limit={MAX_BASE_NAMES}"
 """Base models come first."""
@@ -94,10 +93,6 @@ class _Model(msgspec.Struct, gc=False):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
-
-
-class _Version(msgspec.Struct):
-    instance: str = ""
 
 
 class _Cards(msgspec.Struct):
@@ -245,9 +240,9 @@ class Watcher:
         self._list_read_s, self._list_due_s = now_s, now_s + LIST_EVERY_S
         with contextlib.suppress(NotSentError, LostError, TimeoutError, *UNREADABLE):
             async with asyncio.timeout(LIST_TIMEOUT_S):
-                instance = await self._instance()
+                instance = await replica.instance()
                 listed = await self._listed()
-                is_whole = listed is not None and bool(instance) and instance == await self._instance()
+                is_whole = listed is not None and bool(instance) and instance == await replica.instance()
             if listed is None or not is_whole or names.version != before:
                 return
             for card in self._others.shared_with(replica) if self._others is not None and names.is_new else ():
@@ -261,10 +256,6 @@ class Watcher:
                 replica.known.forget()
                 text = "replica %s was started again: %d adapters, %d are to be loaded or unloaded as before"
                 _log.info(text, replica.name, len(listed), len(names.to_do))
-
-    async def _instance(self) -> str:
-        status, page = await self._replica.ask(VERSION_PATH, MAX_HEALTH_BYTES)
-        return msgspec.json.decode(page, type=_Version).instance if status == 200 else ""
 
     async def _listed(self) -> dict[str, Card] | None:
         """None: it does not say, or there are too many to keep."""

@@ -27,9 +27,10 @@ from loraplex.router.metrics import RouterMetrics
 from loraplex.router.needs import needs_of, tenant_of
 from loraplex.routing import Needs
 from loraplex.serve.exchange import REPLICA_HEADER, Call, Head
+from loraplex.server.access import Access, check_access
 from loraplex.server.api_error import ApiError, clipped, error_reply, error_response
 from loraplex.server.app import add_middleware
-from loraplex.server.auth import KeyRing
+from loraplex.server.auth import KeyRing, caller_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
@@ -37,6 +38,7 @@ from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, client_of
 from loraplex.server.request_id import USABLE, new_request_id
 from loraplex.server.streaming import EVENT_STREAM, sse, until_disconnect
+from loraplex.tenants.directory import TenantDirectory
 
 _log = logging.getLogger("loraplex.server")
 
@@ -84,9 +86,11 @@ class Ingress:
         return Response(msgspec.json.encode(RouterHealth("ok", num_running, num_running)), media_type=_JSON)
 
     async def metrics(self, request: Request) -> Response:
-        """Of the ingress; with the header of a replica, that one's."""
+        """Of the ingress, with a key as for a server's; with the header of a replica, that one's."""
         if REPLICA_HEADER in request.headers:
             return await self.forward(request)
+        if caller_of(request).scope.tenant is not None:
+            check_access(request, Access.ADMIN)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     async def forward(self, request: Request) -> Response:
@@ -142,15 +146,22 @@ class Passed(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def create_ingress(
-    fleet: Fleet, config: ServerConfig, connections: Connections, keys: KeyRing | None = None
-) -> Starlette:
+def create_ingress(fleet: Fleet, config: ServerConfig, connections: Connections, keys: KeyRing) -> Starlette:
     """The application. It neither starts nor ends the replicas."""
-    keys = keys or KeyRing.of(config)
     ingress = Ingress(fleet, config, RouterMetrics((), connections, lambda: 0))
     app = Starlette(routes=ingress.routes(), exception_handlers={LoraplexError: _answer, HTTPException: _answer_http})
     add_middleware(app, config, keys)
     return app
+
+
+def open_tenants(config: ServerConfig) -> TenantDirectory | None:
+    """Of the database that the replicas share; None without one. Raises JournalError when it cannot be read."""
+    if config.database_url is None:
+        return None
+    from loraplex.adapters.journal.database import Database  # sqlalchemy: a third of a second
+    from loraplex.tenants.store import TenantStore
+
+    return TenantDirectory(TenantStore(Database(config.database_url).pooled()))
 
 
 class Watch:

@@ -16,9 +16,10 @@ from loraplex import logs
 from loraplex.errors import EngineOverloadedError
 from loraplex.lora_modules import start_engine
 from loraplex.serve.exchange import Call, Head
-from loraplex.serve.ingress import ReplicaLostError, Watch, create_ingress
+from loraplex.serve.ingress import ReplicaLostError, Watch, create_ingress, open_tenants
 from loraplex.serve.replica import Replica, server_of_replica
 from loraplex.serve.settings import RayConfig
+from loraplex.server.auth import KeyRing
 from loraplex.server.connections import Connections
 
 ENGINES = "engines"
@@ -168,7 +169,7 @@ def application(config: RayConfig) -> serve.Application:
         watch = Watch(lambda: count_running(name))
         watching = asyncio.ensure_future(watch.run())
         fleet = RayFleet(serve.get_deployment_handle(ENGINES, name), watch)
-        app = create_ingress(fleet, server, Connections(server, 1))
+        app = create_ingress(fleet, server, Connections(server, 1), KeyRing.of(server, open_tenants(server)))
         app.state.watching = watching  # the loop has weak references alone
         return app
 

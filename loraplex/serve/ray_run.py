@@ -14,7 +14,7 @@ from functools import partial
 from loraplex import logs
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.router.run import Routed
-from loraplex.serve.ingress import Fleet, Watch, create_ingress
+from loraplex.serve.ingress import Fleet, Watch, create_ingress, open_tenants
 from loraplex.serve.settings import RayConfig, check_installed
 from loraplex.server.auth import KeyRing
 from loraplex.server.config import ServerConfig, output_folder
@@ -102,7 +102,8 @@ def _connect(address: str | None) -> None:
 
 async def _serve(front: Callable[[], tuple[Fleet, Watch]], config: ServerConfig, sock: socket.socket) -> int:
     fleet, watch = front()
-    routed, keys = Routed(config, max_connections(config)), KeyRing.of(config)
+    tenants = open_tenants(config)
+    routed, keys = Routed(config, max_connections(config)), KeyRing.of(config, tenants)
     app = create_ingress(fleet, config, routed.connections, keys)
     protocol = bounded_http_protocol(config, routed.connections, keys.admitted)
     server = DrainingServer(routed, uvicorn_config(app, config, protocol), partial(_announce, sock, watch, config))
@@ -114,6 +115,8 @@ async def _serve(front: Callable[[], tuple[Fleet, Watch]], config: ServerConfig,
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+        if tenants is not None:
+            await asyncio.to_thread(tenants.close)
     return server.exit_code
 
 

@@ -113,7 +113,6 @@ class GuardedRoute(APIRoute):
 
 def check_access(request: Request, access: Access) -> None:
     """Raises ApiError 403."""
-    context: ServerContext = request.app.state.context
     route = f"{request.method} {request.url.path[:MAX_SHOWN_CHARS]}"
     caller = caller_of(request)
     if not may_use(caller, access):
@@ -124,7 +123,10 @@ def check_access(request: Request, access: Access) -> None:
                 "admin_key_required",
             )
         raise _forbidden(f"{route} is not for keys of role {caller.role.value}", "role_required")
-    if access in (Access.LOADING, Access.OWN_LOADING) and context.config.disable_dynamic_loading:
+    if access not in (Access.LOADING, Access.OWN_LOADING):
+        return
+    context: ServerContext = request.app.state.context
+    if context.config.disable_dynamic_loading:
         raise _forbidden(
             f"{route}: no key may load, replace or unload an adapter here (--disable-dynamic-loading)",
             "dynamic_loading_disabled",

@@ -82,10 +82,16 @@ class TenantStore:
             yield connection
 
     def revision(self) -> int:
-        """0: there was never a tenant or a key."""
+        """0: there was never a tenant or a key; no server has made the tables yet."""
         query = sa.select(ABOUT_TABLE.c.value).where(ABOUT_TABLE.c.key == REVISION)
         with self.reading() as connection:
-            return int(connection.execute(query).scalar() or 0)
+            try:
+                return int(connection.execute(query).scalar() or 0)
+            except sa.exc.DBAPIError:
+                connection.rollback()
+                if sa.inspect(connection).has_table(ABOUT_TABLE.name):
+                    raise
+                return 0
 
     def read(self) -> TenantTable:
         """Rows that cannot be used open nothing."""

@@ -74,14 +74,12 @@ def test_aliases_come_after_what_they_stand_for() -> None:
     assert [name for name, _ in names.in_order()] == ["sql", "best"]
 
 
-def test_404_for_a_name_that_is_there_is_a_doubt() -> None:
+def test_what_a_doubtful_replica_had_is_promised() -> None:
     names = known(SQL)
-    names.doubt(404, "chat")
-    names.doubt(429, "sql")
-    assert not names.is_doubtful
-    names.doubt(404, "sql")
-    assert names.is_doubtful
+    assert not names.is_promised("sql")
+    names.is_doubtful = True
     assert names.is_promised("sql")
+    assert not names.is_promised("chat")
 
 
 def test_of_what_was_never_listed_nothing_is_known() -> None:

@@ -160,6 +160,20 @@ async def test_a_key_that_may_not_is_refused_by_the_replica() -> None:
             assert answer.status_code == status, key
 
 
+async def test_a_tenants_verb_whose_replica_is_lost_is_a_502() -> None:
+    """Its key gets 403 for what an admin's may see, and the verb is the replica's to judge: status 0 was answered."""
+
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if request.startswith(b"GET"):
+            writer.write(b"HTTP/1.1 403 Forbidden\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with RawReplica(answer).running() as raw, router([raw.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 1)
+        lost = await front.client.post("/v1/adapters", json=NEW)
+        assert raw.requests[-1].startswith(b"POST /v1/adapters")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (502, "replica_lost")
+
+
 async def test_a_refusal_of_a_key_is_the_replicas_and_names_the_verb(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "loraplex.audit")
     keys = {"api_keys": ("k" * 32,), "admin_api_keys": ("a" * 32,)}

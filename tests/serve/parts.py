@@ -8,12 +8,14 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from loraplex.adapters.journal.database import Database
 from loraplex.config import EngineConfig
 from loraplex.serve.exchange import Call, Head
-from loraplex.serve.ingress import create_ingress
+from loraplex.serve.ingress import create_ingress, open_tenants
 from loraplex.serve.replica import Replica
 from loraplex.serve.settings import RayConfig, RaySettings
 from loraplex.server import ServerConfig
+from loraplex.server.auth import KeyRing
 from loraplex.server.connections import Connections
 from loraplex.testing import FakeAsyncEngine
 
@@ -24,7 +26,11 @@ class LocalFleet:
     """What a handle does, with calls of functions. `error`: of the next call, after its head where it has one."""
 
     def __init__(self, config: RayConfig, count: int) -> None:
+        self.config = config
         self.engines = [FakeAsyncEngine(ADAPTERS) for _ in range(count)]
+        for engine in self.engines:
+            url = config.server.database_url
+            engine.state = None if url is None else Database(url).pooled()
         self.replicas = [Replica(f"r{number}", engine, config) for number, engine in enumerate(self.engines)]
         self.calls: list[Call] = []
         self.num_running = count
@@ -56,10 +62,13 @@ async def ingress(
         server=ServerConfig(served_model_names=("demo",), disable_dynamic_loading=count > 1, **server),
         ray=ray or RaySettings(ray_min_replicas=count),
     )
-    fleet = LocalFleet(config, count)
+    fleet, tenants = LocalFleet(config, count), open_tenants(config.server)
+    keys = KeyRing.of(config.server, tenants)
     try:
-        yield create_ingress(fleet, config.server, Connections(config.server, 100)), fleet
+        yield create_ingress(fleet, config.server, Connections(config.server, 100), keys), fleet
     finally:
+        if tenants is not None:
+            tenants.close()
         for engine, replica in zip(fleet.engines, fleet.replicas, strict=True):
             engine.resume()
             await replica.close()

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import AsyncIterator, Callable
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
-from loraplex.errors import EngineError, EngineOverloadedError
+from loraplex.adapters.journal.postgres_journal import PostgresJournal
+from loraplex.errors import EngineError, EngineOverloadedError, JournalError
 from loraplex.routing import prefix_digests
+from loraplex.serve import ray_run
 from loraplex.serve.exchange import REPLICA_HEADER
-from loraplex.serve.ingress import ReplicaLostError, Watch
+from loraplex.serve.ingress import ReplicaLostError, Watch, open_tenants
 from loraplex.serve.scaling import LATE_SHARE
 from loraplex.serve.settings import RaySettings
-from loraplex.server import ServerConfig
+from loraplex.server import ServerConfig, bind
 from loraplex.server.app import create_app
+from loraplex.tenants.records import Role, TenantTable
+from loraplex.tenants.store import TenantStore, open_store
 from loraplex.testing import FakeAsyncEngine
 from tests.serve.parts import ADAPTERS, LocalFleet, ingress
 from tests.server.asgi_call import AsgiCall
@@ -103,6 +112,70 @@ async def test_without_a_key_no_body_is_read_and_no_replica_asked() -> None:
         )
         assert served.status_code == 200
         assert "a-key-of-sixteen" not in str(fleet.calls[0].needs)
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, TenantStore]]:
+    """Of a database that a server has been in, with tenant acme."""
+    pytest.importorskip("psycopg", reason="psycopg is not installed (pip install loraplex[postgres])")
+    url: str = request.getfixturevalue("postgres_cluster").new_schema()
+    PostgresJournal(url, "demo").close()
+    with closing(open_store(None, url)) as opened:
+        opened.create_tenant("acme")
+        yield url, opened
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("server", [{}, {"api_keys": ("a-key-of-sixteen",)}], ids=["no key", "a key"])
+async def test_the_ingress_knows_the_keys_of_tenants(server: dict[str, Any], store: tuple[str, TenantStore]) -> None:
+    """They were 401 beside a key of the command line, and without one every client had its body read."""
+    url, tenants = store
+    _, secret = tenants.create_key(Role.TENANT, "acme")
+    _, watching = tenants.create_key(Role.READ_ONLY)
+    tenants.share("sql", [TenantTable.ALL])
+    async with ingress(database_url=url, **server) as (app, fleet), client_of(app) as client:
+        unknown = await client.post("/v1/completions", json=COMPLETION)
+        assert (unknown.status_code, fleet.calls) == (401, [])
+        assert (await client.post("/v1/completions", json=COMPLETION, headers=bearer(secret))).status_code == 200
+        pages = [await client.get("/metrics", headers=bearer(each)) for each in ("none", secret, watching)]
+        assert [page.status_code for page in pages] == [401, 403, 200]
+        (key,) = [each for each in tenants.read().keys.values() if each.tenant == "acme"]
+        tenants.revoke_key(key.key_id)
+        while (await client.post("/v1/completions", json=COMPLETION, headers=bearer(secret))).status_code != 401:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_front_of_the_command_reads_no_body_without_a_key_of_a_tenant(
+    store: tuple[str, TenantStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`loraplex serve --ray`, with other replicas than Ray's."""
+    url, tenants = store
+    _, secret = tenants.create_key(Role.TENANT, "acme")
+    is_ready = asyncio.Event()
+    monkeypatch.setattr(ray_run, "_announce", lambda *arguments: is_ready.set())
+    async with ingress(database_url=url) as (_, fleet):
+        config = replace(fleet.config.server, port=0, access_log=False)
+        with closing(bind(config)) as sock:
+            task = asyncio.ensure_future(ray_run._serve(lambda: (fleet, Watch(lambda: 1)), config, sock))
+            await is_ready.wait()
+            base_url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+                answer = await client.post("/v1/completions", json={**COMPLETION, "model": "demo"})
+                assert (answer.status_code, fleet.calls) == (401, [])
+                answer = await client.get("/v1/models", headers=bearer(secret))
+                assert answer.status_code == 200
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await task == 0
+    assert "loraplex-tenants" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_a_database_that_does_not_answer_ends_the_start_of_an_ingress() -> None:
+    pytest.importorskip("psycopg", reason="psycopg is not installed (pip install loraplex[postgres])")
+    with pytest.raises(JournalError, match="the database of tenants cannot be used"):
+        open_tenants(ServerConfig(database_url="postgresql://loraplex@127.0.0.1:1/none"))
 
 
 async def test_bodies_hosts_and_origins_are_bounded_at_the_ingress(front: tuple[Starlette, LocalFleet]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 from loraplex.core import LoRARequest, SamplingParams
 from loraplex.demo.tasks import adapter_path
 from loraplex.serve.exchange import REPLICA_HEADER
+from loraplex.tenants.records import Role
+from loraplex.tenants.store import open_store
 from tests import postgres
 from tests.serve.cluster import BASE, Cluster, modules, proxied, served, until
 
@@ -163,7 +166,11 @@ async def _check_kill(cluster: Cluster, url: str, alone: dict[str, str]) -> None
         await asyncio.to_thread(until, lambda: not any(process.is_running() for process in engines), 30)
 
 
-def test_replicas_behind_proxies_are_replaced_without_an_error(cluster: Cluster, alone: dict[str, str]) -> None:
+def test_replicas_behind_proxies_are_replaced_without_an_error(
+    cluster: Cluster, alone: dict[str, str], postgres_cluster: postgres.Cluster
+) -> None:
+    """And their ingresses know the keys of tenants, which are made while they run."""
+    database_url = postgres_cluster.new_schema()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = {
@@ -171,12 +178,21 @@ def test_replicas_behind_proxies_are_replaced_without_an_error(cluster: Cluster,
         "served_model_names": ["demo"],
         "lora_modules": modules(ADAPTERS),
         "engine": {"num_threads": 1},
-        "server": {"standby_engine": False, "disable_dynamic_loading": True},
+        "server": {"standby_engine": False, "disable_dynamic_loading": True, "database_url": database_url},
         "keys": {"api_key": [KEY]},
         "ray": {"ray_min_replicas": 2, "ray_num_cpus": 0.01},
     }
+    url = f"http://127.0.0.1:{port}"
     with proxied(cluster, port, config) as program:
-        asyncio.run(_check_replacement(f"http://127.0.0.1:{port}", program, alone))
+        # each of two ingresses asks once a second whether a replica runs
+        until(lambda: all(httpx.get(f"{url}/health").status_code == 200 for _ in range(16)))
+        asyncio.run(_check_replacement(url, program, alone))
+        with closing(open_store(None, database_url)) as store:
+            store.create_tenant("acme")
+            _, secret = store.create_key(Role.TENANT, "acme")
+        headers = {"Authorization": f"Bearer {secret}"}
+        until(lambda: httpx.get(f"{url}/v1/models", headers=headers).status_code == 200, 30)
+        assert httpx.get(f"{url}/metrics").status_code == 401
 
 
 async def _check_replacement(url: str, program: Any, alone: dict[str, str]) -> None:

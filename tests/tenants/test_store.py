@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import sqlalchemy as sa
 
 from loraplex.adapters.journal import SqliteJournal, repair
-from loraplex.adapters.journal.tables import SCHEMA_VERSION
+from loraplex.adapters.journal.database import Database
+from loraplex.adapters.journal.postgres_journal import PostgresJournal
+from loraplex.adapters.journal.tables import SCHEMA_VERSION, JournalTables
 from loraplex.adapters.journal.tenant_rows import KeyRow
 from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord
-from loraplex.errors import ConfigError, InvalidRequestError, TenantConflictError, TenantNotFoundError
+from loraplex.errors import ConfigError, InvalidRequestError, JournalError, TenantConflictError, TenantNotFoundError
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role, TenantTable, key_digest
@@ -186,6 +189,34 @@ def test_a_server_sees_what_another_process_changes(store: TenantStore) -> None:
         wait_until(lambda: key_digest(secret) not in directory.table.keys)
     finally:
         directory.close()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_before_a_server_has_made_the_tables_there_is_no_tenant(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The ingress of replicas that have yet to start has their database already."""
+    if kind == "sqlite":
+        engine = sa.create_engine(sa.URL.create("sqlite", database=str(tmp_path / "journal.sqlite")))
+    else:
+        pytest.importorskip("psycopg")
+        url = request.getfixturevalue("postgres_cluster").new_schema()
+        engine = Database(url).pooled()
+    directory = TenantDirectory(TenantStore(engine), poll_s=0.01)
+    with closing(directory):
+        assert not directory.table.is_configured
+        if kind == "sqlite":
+            JournalTables(tmp_path / "journal.sqlite", BASE).close()
+        else:
+            PostgresJournal(url, BASE).close()
+        directory.store.create_tenant("acme")
+        wait_until(lambda: "acme" in directory.table.tenants)
+
+
+def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    engine = sa.create_engine(sa.URL.create("sqlite", database=str(tmp_path / "no" / "journal.sqlite")))
+    with closing(TenantStore(engine)) as store, pytest.raises(JournalError, match="cannot be used"):
+        store.revision()
 
 
 def wait_until(is_so: object) -> None:
