@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -20,8 +21,11 @@ from loraplex.errors import InvalidRequestError, shown
 MAX_GRAMMAR_BYTES = 32 * 2**10
 MAX_SCHEMA_DEPTH = 32
 MAX_SCHEMA_VALUES = 8192
+MAX_PATTERN_BYTES = 2 * 2**10
+"""Of a regular expression, and of all patterns of a schema: memory and time to compile grow with their square."""
+
 MAX_MULTIPLE_OF = 10_000
-"""Of all `multipleOf` together, without their decimal points: an automaton of remainders has as many states."""
+"""Of different `multipleOf` multiplied, without their decimal points: as many states an automaton of them may have."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "calls")
 
@@ -122,8 +126,9 @@ class StructuredOutputsParams:
         object.__setattr__(self, self.kind, text)
 
     def _check_bytes(self, text: str) -> None:
-        if len(text) * 4 > MAX_GRAMMAR_BYTES and len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            _refuse(f"{self.kind} has more than {MAX_GRAMMAR_BYTES} bytes: make it shorter")
+        most = MAX_PATTERN_BYTES if self.kind == "regex" else MAX_GRAMMAR_BYTES
+        if len(text) * 4 > most and len(text.encode(errors="replace")) > most:
+            _refuse(f"{self.kind} has more than {most} bytes: make it shorter")
         if any("\ud800" <= character <= "\udfff" for character in text):
             _refuse(f"{self.kind} is no valid Unicode text")
 
@@ -131,7 +136,8 @@ class StructuredOutputsParams:
 def _check_schema(schema: Mapping[str, Any]) -> None:
     """Depth and values, level by level; and numbers that make an automaton too large."""
     level: list[Any] = [schema]
-    num_values = num_remainders = 0
+    num_values = pattern_bytes = 0
+    divisors: set[int] = set()
     for _ in range(MAX_SCHEMA_DEPTH):
         num_values += len(level)
         if num_values > MAX_SCHEMA_VALUES:
@@ -139,22 +145,33 @@ def _check_schema(schema: Mapping[str, Any]) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, Mapping):
-                num_remainders += _num_remainders(item.get("multipleOf"))
+                divisors.add(_num_remainders(item.get("multipleOf")))
+                pattern_bytes += sum(len(each.encode(errors="replace")) for each in _patterns(item))
                 below += item.values()
             elif isinstance(item, list | tuple):
                 below += item
-        if num_remainders > MAX_MULTIPLE_OF:
-            _refuse(f"multipleOf has too many digits: at most {MAX_MULTIPLE_OF} without the point, all together")
+        if math.prod(divisors) > MAX_MULTIPLE_OF:
+            _refuse(f"multipleOf has too many digits: at most {MAX_MULTIPLE_OF} without the point, multiplied")
+        if pattern_bytes > MAX_PATTERN_BYTES:
+            _refuse(f"the patterns of the JSON schema have more than {MAX_PATTERN_BYTES} bytes: make them shorter")
         if not below:
             return
         level = below
     _refuse(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: use $defs")
 
 
+def _patterns(item: Mapping[str, Any]) -> Iterator[str]:
+    """Regular expressions in one object of a schema; properties may have these names, too."""
+    if isinstance(pattern := item.get("pattern"), str):
+        yield pattern
+    if isinstance(by_pattern := item.get("patternProperties"), Mapping):
+        yield from (each for each in by_pattern if isinstance(each, str))
+
+
 def _num_remainders(value: Any) -> int:
-    """Of a `multipleOf`, of which a property of a schema may have the name."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return 0
+    """Of a `multipleOf`, of which a property of a schema may have the name; at least 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value:
+        return 1
     if not abs(value) <= MAX_MULTIPLE_OF:  # NaN, too
         return MAX_MULTIPLE_OF + 1
     return int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))

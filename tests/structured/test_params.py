@@ -87,3 +87,25 @@ def test_they_cross_to_the_engine_once_for_all_completions() -> None:
 def test_sampling_params_take_no_other_type() -> None:
     with pytest.raises(InvalidRequestError, match="structured_outputs must be StructuredOutputsParams"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"regex": ".?" * 1100}, "regex has more than 2048 bytes"),
+        ({"json": {"allOf": [{"pattern": "a?" * 600}, {"pattern": "b?" * 600}]}}, "patterns of the JSON schema"),
+        ({"json": {"patternProperties": {"a?" * 1100: {}}}}, "patterns of the JSON schema"),
+        ({"calls": {"f": {"properties": {"x": {"pattern": "a?" * 1100}}}}}, "patterns of the JSON schema"),
+        ({"json": {"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]}}, "multipleOf has too many"),
+    ],
+)
+def test_what_compiling_would_take_gigabytes_for_is_refused_by_its_size(form: dict[str, Any], reason: str) -> None:
+    """32 KB of `.?` took 4 GB, and three numbers of two digits 340 MB and ten seconds."""
+    with pytest.raises(InvalidRequestError, match=reason):
+        StructuredOutputsParams(**form)
+
+
+def test_properties_may_have_the_names_of_keywords() -> None:
+    properties = {"pattern": {"type": "string"}, "patternProperties": {"type": "string"}, "multipleOf": {"enum": [7]}}
+    schema = {"properties": {**properties, "a": {"multipleOf": 0.01}, "b": {"multipleOf": 0.01, "pattern": "a+"}}}
+    assert StructuredOutputsParams(json=schema).kind == "json"
