@@ -403,7 +403,7 @@ def test_the_completions_of_a_prompt_bring_it_once() -> None:
         SamplingParams(n=128, logit_bias=dict.fromkeys(range(1024), 1.5)),
         SamplingParams(n=128, stop_token_ids=range(1024)),
         SamplingParams(n=128, stop=["x" * 4096]),
-        SamplingParams(n=128, structured_outputs=StructuredOutputsParams(regex="x" * 4096)),
+        SamplingParams(n=128, structured_outputs=StructuredOutputsParams(regex="x" * 2000)),
     ],
     ids=["logit_bias", "stop_token_ids", "stop", "structured_outputs"],
 )
