@@ -268,8 +268,9 @@ class AdapterRoutes:
     async def rollback(self, name: str, request: Request) -> Response:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        result = await self._verb(request, LoRARegistry.move, self._names.own(request, name))
-        return _json(LoadReply.of(result, caller_of(request).scope))
+        name, scope = self._names.own(request, name), caller_of(request).scope
+        result = await self._verb(request, LoRARegistry.move, name, may_answer=scope.may_change)
+        return _json(LoadReply.of(result, scope))
 
     @requires(Access.OWN_LOADING)
     async def unload(self, name: str, request: Request, query: Annotated[UnloadQuery, Query()]) -> Response:
@@ -305,7 +306,7 @@ class AdapterRoutes:
         body = await self._context.bodies.read(request, CloneAdapterRequest)
         self._registry(f"adapter {clipped(name)!r} was to be cloned")
         check_number(request, body.lora_int_id)
-        name, new_name = self._names.own(request, name), self._names.new(request, body.name)
+        name, new_name = self._names.answering(request, name), self._names.new(request, body.name)
         adding = self._quota.changing(request, new_name, is_load=True, is_pin=body.is_pinned)
         async with self._loads.of(client_of(request)), adding:  # a source is read where no memory has the weights
             result = await self._engine.on_registry(

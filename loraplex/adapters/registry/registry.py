@@ -25,7 +25,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from loraplex.adapters.registry.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
+from loraplex.adapters.registry.adapter_name import (
+    check_adapter_name,
+    check_lora_int_id,
+    normalize_source,
+    split_address,
+)
 from loraplex.adapters.registry.drain import Drain, check_deadline
 from loraplex.adapters.registry.following import Following, Locate, OnChange, found_where_it_was
 from loraplex.adapters.registry.integrity import check_integrity
@@ -164,6 +169,22 @@ class LoRARegistry:
             current, aliases = self._table.current.copy(), self._table.aliases.copy()
         answers = {name: current.get(aliases.get(name, name)) for name in current}
         return {name: version.ref for name, version in answers.items() if version is not None}
+
+    def registered(self) -> tuple[str, ...]:
+        """Every name that something is loaded under, also where what it was switched to is not."""
+        with self._lock:
+            return tuple(self._table.current)
+
+    def is_registered(self, name: str) -> bool:
+        """Whether something is loaded under a name, or under that of `name@N`, whatever answers for it."""
+        address = split_address(name)
+        with self._lock:
+            return name in self._table.current or (address is not None and address[0] in self._table.current)
+
+    def target_of(self, name: str) -> str:
+        """What a name was switched to, loaded or not; the name itself where it was not."""
+        with self._lock:
+            return self._table.aliases.get(name, name)
 
     def address_of(self, adapter_id: int) -> str | None:
         """What a client writes for a version now: `sql`, or `sql@2` if the bare name means another; None: unknown."""
@@ -328,15 +349,18 @@ class LoRARegistry:
             return result
         return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))
 
-    def move(self, name: str, version: int | None = None) -> LoadResult:
+    def move(
+        self, name: str, version: int | None = None, may_answer: Callable[[str], bool] = lambda name: True
+    ) -> LoadResult:
         """Let a kept version of `name` answer for it again: rollback, by default to what answered before what does now.
 
         That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
-        now is remembered instead, so `move` goes forth and back. A version inherits the pin. Raises
+        now is remembered instead, so `move` goes forth and back. Adapters that the caller may not let answer are passed
+        over. A version inherits the pin. Raises
         AdapterNotFoundError for a version that is not kept, and what promoting it raises when its source is missing or
         has changed: then what answers now answers on.
         """
-        result = self._switch.move(name, version)
+        result = self._switch.move(name, version, may_answer)
         ref = result.ref
         if result.status is LoadStatus.MOVED and ref.adapter_name == name:
             number = ref.adapter_version
