@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import hashlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.adapters.registry import OpenedAdapter
 from loraplex.errors import EngineDeadError
 from loraplex.server import ServerConfig, create_app
 from loraplex.tenants.limits import Limits
@@ -172,6 +174,41 @@ async def test_bytes_of_adapters(server: Tenancy) -> None:
     async with client_as(server, "operator") as client:  # the operator gives beyond a tenant's limits
         given = await client.post("/v1/adapters", json={"name": "acme/gift", "path": "/srv/private"})
         assert given.status_code == 200
+
+
+async def test_what_is_too_large_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No version to roll back to, no bytes that count, no version pushed out; versions that go make room."""
+
+    def opened(path: str) -> OpenedAdapter:
+        return OpenedAdapter(path, hashlib.sha256(path.encode()).hexdigest(), 100_000 if "big" in path else 1024, 8)
+
+    with tenancy(tmp_path, open_adapter=opened) as server:
+        registry = server.engine.registry
+        assert registry is not None
+        limit(server, adapter_bytes=3 * 1024)
+        async with client_as(server, "acme") as client:
+            newer = await client.put("/v1/adapters/sql", json={"path": "/srv/acme/newer"})
+            assert (newer.status_code, newer.json()["version"]) == (200, 2)
+            before, cards = registry.specs(), (await client.get("/v1/adapters")).json()
+            for method, url, body in (
+                ("PUT", "/v1/adapters/sql", {"path": "/srv/acme/big"}),
+                ("POST", "/v1/adapters", {"name": "sql", "path": "/srv/acme/big", "load_inplace": True}),
+                ("POST", "/v1/adapters", {"name": "new", "path": "/srv/acme/big"}),
+                ("POST", "/v1/adapters/both/clone", {"name": "new"}),
+                ("PUT", "/v1/adapters/both", {"path": "/srv/acme/newer"}),
+                ("POST", "/v1/adapters/switch", {"old": "both", "new": "new", "new_path": "/srv/acme/big"}),
+            ):
+                refused = await client.request(method, url, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_limit"), (url, body)
+                assert registry.specs() == before
+                assert (await client.get("/v1/adapters")).json() == cards
+            assert (await client.post("/v1/adapters/sql/rollback")).json()["version"] == 1
+            assert (await client.put("/v1/adapters/sql", json={"version": 3})).status_code == 404
+            again = await client.put("/v1/adapters/sql", json={"path": "/srv/acme/newest"})
+            assert again.status_code == 200, "one version comes and one goes"
+            limit(server, adapter_bytes=1024)
+            same = await client.put("/v1/adapters/sql", json={"path": "/srv/acme/latest"})
+            assert same.status_code == 200, "it has no more than before"
 
 
 # --------------------------------------------------------------------------------------------------------------- usage

@@ -461,6 +461,12 @@ class NameTable:
         dropped = [self._retire(each) for each in kept[:num_over]]
         return (*dropped, *([] if num_over == len(kept) else [version.start_drain(AfterDrain.SHELVE)]))
 
+    def leaving(self, name: str) -> list[AdapterVersion]:
+        """Idle versions that are no longer kept when the name gets a further one."""
+        versions = [*self.kept.get(name, ()), *filter(None, [self.current.get(name)])]
+        num_over = max(0, len(versions) - (self.max_versions_kept - 1))
+        return [version for version in versions[:num_over] if not version.num_references]
+
     def _retire(self, version: AdapterVersion) -> PendingDrain:
         self.draining.setdefault(version.ref.adapter_name, []).append(version)
         return version.start_drain(AfterDrain.DROP)
