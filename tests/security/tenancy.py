@@ -74,12 +74,13 @@ def tenancy(
     limits: Limits | None = None,
     *,
     open_adapter: Callable[[str], OpenedAdapter] | None = None,
+    make_engine: type[FakeAsyncEngine] = FakeAsyncEngine,
     **settings: Any,
 ) -> Iterator[Tenancy]:
     """With tenants acme (of these limits) and beta, whose roots are /srv/acme and /srv/beta."""
     file = folder / "journal.sqlite"
     JournalTables(file, "base").close()
-    engine = FakeAsyncEngine(ADAPTERS if adapters is None else adapters, open_adapter=open_adapter)
+    engine = make_engine(ADAPTERS if adapters is None else adapters, open_adapter=open_adapter)
     engine.state = sa.create_engine(sa.URL.create("sqlite", database=str(file)))
     with closing(TenantStore(sa.create_engine(sa.URL.create("sqlite", database=str(file))))) as store:
         store.create_tenant("acme", ["/srv/acme"], limits)

@@ -6,7 +6,7 @@ import asyncio
 import csv
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from loraplex.adapters.registry import OpenedAdapter
+from loraplex.core import RequestOutput
 from loraplex.errors import EngineDeadError
 from loraplex.server import ServerConfig, create_app
 from loraplex.tenants.limits import Limits
@@ -265,6 +266,32 @@ async def test_aborts_and_errors_are_counted_as_far_as_they_came(server: Tenancy
         server.engine.resume()
         (row,) = await usage_of(client)
         assert (row["requests"], row["errors"], row["generated_tokens"]) == (2, 1, 5)
+
+
+class DrawsOn(FakeAsyncEngine):
+    """As an engine does: it does not wait for the reader of what it draws."""
+
+    async def generate(  # type: ignore[override]
+        self, *values: Any, on_output: Callable[[RequestOutput], None], **named: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        for output in [output async for output in super().generate(*values, on_output=on_output, **named)]:
+            yield output
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_what_was_drawn_and_not_read_is_counted(tmp_path: Path, num_prompts: int) -> None:
+    with tenancy(tmp_path, make_engine=DrawsOn) as server:
+        limit(server, tokens_per_minute=10 * num_prompts)
+        body = {**BODY, "prompt": ["hello"] * num_prompts, "stream": True, "max_tokens": 12}
+        call = AsgiCall(server.app, "/v1/completions", body, headers=server.headers("acme"))
+        assert await call.start() == 200
+        await call.next_chunk()
+        call.disconnect()
+        await call.task
+        async with client_as(server, "acme") as client:
+            (row,) = await usage_of(client)
+            assert (row["generated_tokens"], row["requests"]) == (12 * num_prompts, num_prompts)
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 429
 
 
 async def test_whose_usage_a_caller_reads(server: Tenancy) -> None:

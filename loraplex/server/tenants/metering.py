@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.registry.adapter_name import split_address
-from loraplex.core import AdapterChoice, AdapterMix, RequestOutput, SamplingParams
+from loraplex.core import AdapterChoice, AdapterMix, FinishReason, RequestOutput, SamplingParams
 from loraplex.errors import PromptTooLongError, TenantLimitError
 from loraplex.server.auth import Caller
 from loraplex.tenants.directory import TenantDirectory
@@ -101,6 +101,7 @@ class Charge:
         self._has_begun = True
 
     def see(self, index: int, output: RequestOutput) -> None:
+        """What the engine has drawn for a prompt, whether its client has read it or not."""
         tab = self.tabs[index]
         if tab.output is None:
             tab.first_s = self.accounts.now_s()
@@ -109,12 +110,16 @@ class Charge:
     def fail(self) -> None:
         """Those that have not finished ended in an error."""
         for tab in self.tabs:
-            tab.has_failed = tab.output is None or not tab.output.finished
+            tab.has_failed = tab.output is None or not tab.output.finished or was_aborted(tab.output)
 
     def end(self) -> None:
         if self._has_begun:
             self._has_begun = False
             self.accounts.end(self)
+
+
+def was_aborted(output: RequestOutput) -> bool:
+    return any(each.finish_reason in (FinishReason.ABORT, FinishReason.ERROR) for each in output.outputs)
 
 
 def limits_of(caller: Caller) -> Limits:
