@@ -30,7 +30,14 @@ from loraplex.adapters.journal.tenant_rows import (
     read_tenant_rows,
 )
 from loraplex.adapters.registry.adapter_name import check_adapter_name
-from loraplex.errors import ConfigError, JournalError, TenantConflictError, TenantNotFoundError, shown
+from loraplex.errors import (
+    ConfigError,
+    InvalidRequestError,
+    JournalError,
+    TenantConflictError,
+    TenantNotFoundError,
+    shown,
+)
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import (
     MAX_KEYS_OF_A_TENANT,
@@ -91,7 +98,7 @@ class TenantStore:
         """Rows that cannot be used open nothing."""
         with self.reading() as connection:
             found = read_tenant_rows(connection)
-        tenants = {row["name"]: _tenant(row) for row in found.rows["tenants"]}
+        tenants = {row["name"]: _tenant_or_closed(row) for row in found.rows["tenants"]}
         keys = {bytes.fromhex(row["digest"]): _key(row) for row in found.rows["tenant_keys"]}
         living = {name for name, tenant in tenants.items() if not tenant.is_deleted} | {None}
         shares: dict[str, frozenset[str]] = {}
@@ -302,6 +309,14 @@ def _tenant(row: Any) -> Tenant:
     roots = tuple(msgspec.json.decode(row["adapter_roots"], type=list[str]))
     limits = Limits.of(msgspec.json.decode(row["limits"], type=dict[str, float]))
     return Tenant(row["name"], row["created_time"], roots, limits, is_deleted=row["deleted_time"] is not None)
+
+
+def _tenant_or_closed(row: Any) -> Tenant:
+    """With limits that this version does not know it keeps its names, and its keys open nothing."""
+    try:
+        return _tenant(row)
+    except InvalidRequestError:
+        return Tenant(row["name"], row["created_time"], is_deleted=True)
 
 
 def _tenant_row(tenant: Tenant) -> dict[str, Any]:

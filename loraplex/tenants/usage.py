@@ -191,9 +191,13 @@ class UsageBook:
                     self._store.forget_usage(oldest)
                     forgotten_day = oldest
                 is_away = False
-            except LoraplexError as error:
+            except Exception as error:  # the thread goes on, whatever it was
                 if not is_away:
-                    _log.error("%s; what is used is written when it can be", error)
+                    _log.error(
+                        "%s; what is used is written when it can be",
+                        error,
+                        exc_info=not isinstance(error, LoraplexError),
+                    )
                 is_away = True
 
 
