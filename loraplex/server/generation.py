@@ -214,9 +214,9 @@ class Generator:
             async with contextlib.aclosing(outputs):
                 async for each in outputs:
                     yield each
-        except LoraplexError:
+        except LoraplexError as error:
             if charge is not None:
-                charge.fail()
+                charge.fail(error)
             raise
         finally:
             if charge is not None:

@@ -2,8 +2,8 @@
 
 An adapter named `acme/sql` belongs to tenant acme; every other name is the operator's. A tenant sees its own adapters,
 the public ones and those that are granted to it. For everybody else's there is no difference to a name that does not
-exist. A tenant writes its own names without `acme/` (with it, too); its own hide others of the same spelling, also while
-nothing answers for them.
+exist. A tenant writes its own names without `acme/` (with it, too); its own hide others of the same spelling, also
+while nothing answers for them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from loraplex.errors import (
     AdapterNoRoomError,
     EngineOverloadedError,
     InvalidRequestError,
+    JournalError,
     LoraplexError,
     shown,
 )
@@ -197,6 +198,8 @@ class Scope:
         """
         if isinstance(error, EngineOverloadedError):
             return "the server is busy; try again later"
+        if isinstance(error, JournalError):
+            return "the database of this server cannot be used now; try again later"
         if type(error) in (AdapterMemoryError, AdapterNoRoomError):
             return "there is no room for this adapter now: unpin or unload one of yours, or try again later"
 

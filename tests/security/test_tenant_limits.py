@@ -15,7 +15,7 @@ import pytest
 
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.core import RequestOutput
-from loraplex.errors import EngineDeadError
+from loraplex.errors import EngineDeadError, EngineOverloadedError, JournalError
 from loraplex.server import ServerConfig, create_app
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
@@ -95,6 +95,33 @@ async def test_tokens_of_prompts_and_answers(server: Tenancy) -> None:
         assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
         due = num_tokens - 20 + first.json()["usage"]["prompt_tokens"]
         assert 0 < int(refused.headers["retry-after"]) <= due * 3
+
+
+async def test_a_prompt_that_the_engine_refuses_is_given_back(server: Tenancy) -> None:
+    limit(server, tokens_per_minute=20)
+    async with client_as(server, "acme") as client:
+        for error in (EngineOverloadedError("full"), EngineDeadError("gone")) * 3:
+            server.engine.fail_next(error)
+            refused = await client.post("/v1/completions", json={**BODY, "prompt": "x" * 18})
+            assert refused.status_code == error.http_status
+            assert refused.json()["error"].get("code") != "tenant_limit"
+        answer = await client.post("/v1/completions", json={**BODY, "prompt": "x" * 18})
+        assert answer.status_code == 200
+        server.engine.fail_next(EngineDeadError("gone"), after_tokens=1)
+        refused = await client.post("/v1/completions", json={**BODY, "prompt": "x" * 18})
+        assert refused.json()["error"]["code"] == "tenant_limit"
+
+
+async def test_a_debt_ends_with_its_limit(server: Tenancy) -> None:
+    limit(server, tokens_per_minute=20)
+    async with client_as(server, "acme") as client:
+        assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 30})).status_code == 200
+        limit(server)
+        for _ in range(5):
+            assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 30})).status_code == 200
+        await usage_of(client)
+        limit(server, tokens_per_minute=20)
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
 
 async def test_completions_at_a_time_and_their_end(server: Tenancy) -> None:
@@ -320,6 +347,35 @@ async def test_whose_usage_a_caller_reads(server: Tenancy) -> None:
     async with client_as(server, "operator") as client:
         assert len(await usage_of(client, tenant="beta")) == 1
         assert len(await usage_of(client, adapter="beta/sql")) == 2
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_usage_does_not_tell_what_others_had_cached(tmp_path: Path, is_shared: bool) -> None:
+    with tenancy(tmp_path, share_prefix_cache=is_shared) as server:
+        async with client_as(server, "acme") as client:
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+            (row,) = await usage_of(client)
+            assert (row["cached_tokens"] is None) is is_shared
+            text = (await client.get("/v1/usage", params={"format": "csv"})).text
+            (line,) = csv.DictReader(io.StringIO(text))
+            assert (line["cached_tokens"] == "") is is_shared
+        async with client_as(server, "operator") as client:
+            assert (await usage_of(client))[0]["cached_tokens"] is not None
+
+
+async def test_a_database_that_is_away_is_not_named_to_a_tenant(
+    server: Tenancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.context.accounts is not None
+
+    def fails(*_: Any) -> None:
+        raise JournalError('connection to server at "10.0.0.5" failed for user "loraplex"')
+
+    monkeypatch.setattr(server.context.accounts.book, "rows", fails)
+    for role, is_told in (("acme", False), ("operator", True)):
+        async with client_as(server, role) as client:
+            answer = await client.get("/v1/usage")
+            assert (answer.status_code, "10.0.0.5" in answer.text) == (500, is_told)
 
 
 async def test_usage_as_csv_and_in_pages(server: Tenancy) -> None:

@@ -52,8 +52,8 @@ NO_TURN = LoadTurn()
 class LoadWish:
     """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none.
 
-    content: what is there is known, and is not opened: a clone. check_size: is told the bytes of the files before anything
-    is changed, and raises where they are too many.
+    content: what is there is known, and is not opened: a clone. check_size: is told the bytes of the files before
+    anything is changed, and raises where they are too many.
     """
 
     name: str

@@ -13,13 +13,22 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.registry.adapter_name import split_address
 from loraplex.core import AdapterChoice, AdapterMix, FinishReason, RequestOutput, SamplingParams
-from loraplex.errors import PromptTooLongError, TenantLimitError
+from loraplex.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    EngineShutdownError,
+    LoraplexError,
+    PromptTooLongError,
+    TenantLimitError,
+)
 from loraplex.server.auth import Caller
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Allowance, Limits, TenantMeter
 from loraplex.tenants.usage import OF_MIXES, Tab, UsageBook
 
 Clock = Callable[[], float]
+
+REFUSALS = (EngineOverloadedError, EngineDeadError, EngineShutdownError)
 
 
 class Accounts:
@@ -47,7 +56,11 @@ class Accounts:
     def admit(self, charge: Charge) -> dict[str, Allowance]:
         """What is left then. Raises TenantLimitError."""
         limits, tenant = limits_of(charge.caller), charge.caller.scope.tenant
-        if tenant and limits != Limits():
+        if tenant and limits == NO_LIMITS:
+            with self._lock:
+                if tenant in self._meters:  # a debt ends with the limit
+                    self._meters[tenant].set_limits(limits, self._clock())
+        if tenant and limits != NO_LIMITS:
             with self._lock:
                 now_s = self._clock()
                 meter = self._meters.setdefault(tenant, TenantMeter(limits, now_s))
@@ -72,6 +85,11 @@ class Accounts:
             with self._lock:
                 charge.meter.end(charge.num_completions)
             charge.meter = None
+
+    def give_back(self, charge: Charge, num_tokens: int) -> None:
+        with self._lock:
+            if charge.meter is not None:
+                charge.meter.count_tokens(-num_tokens)
 
     def now_s(self) -> float:
         return self._clock()
@@ -107,8 +125,10 @@ class Charge:
             tab.first_s = self.accounts.now_s()
         tab.output = output
 
-    def fail(self) -> None:
-        """Those that have not finished ended in an error."""
+    def fail(self, error: LoraplexError) -> None:
+        """Those that have not finished ended in an error. Prompts that the engine refused are given back."""
+        if isinstance(error, REFUSALS):
+            self.accounts.give_back(self, sum(tab.num_prompt_tokens for tab in self.tabs if tab.output is None))
         for tab in self.tabs:
             tab.has_failed = tab.output is None or not tab.output.finished or was_aborted(tab.output)
 

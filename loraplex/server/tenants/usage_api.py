@@ -41,7 +41,7 @@ class UsageFields(BaseModel):
 
 class UsageCard(msgspec.Struct, frozen=True):
     """requests: prompts; errors: of them those that failed; waiting_s: until the first token of each. adapter: empty
-    for the base model, `//mix` for mixes."""
+    for the base model, `//mix` for mixes. cached_tokens: null for a tenant where prefixes are shared with others."""
 
     day: str
     key: str
@@ -50,7 +50,7 @@ class UsageCard(msgspec.Struct, frozen=True):
     requests: int
     errors: int
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     generated_tokens: int
     waiting_s: float
 
@@ -82,11 +82,16 @@ class UsageRoutes:
             raise ApiError(text, code="no_tenants")
         wanted, after, book = self._wanted(query, caller), _place(query.after), accounts.book
 
+        hides_cached = caller.scope.tenant is not None and not self._context.keys.shows_cached_tokens
+
         def answer() -> Response:
             if wanted is None:
                 return _answer([], query, caller)
             book.flush()
-            return _answer(book.rows(wanted, query.limit + 1, after), query, caller)
+            rows = book.rows(wanted, query.limit + 1, after)
+            for row in rows if hides_cached else ():
+                row["cached_tokens"] = None
+            return _answer(rows, query, caller)
 
         return await self._context.views.run(caller.account, answer, 0)
 
