@@ -20,6 +20,8 @@ from loraplex.server import ServerConfig, create_app
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from loraplex.testing import FakeAsyncEngine
+from loraplex.testing.fake_engine import FakeText
+from loraplex.testing.fake_tokenizer import FakeTokenizer
 from tests.security.tenancy import Tenancy, tenancy
 from tests.server.asgi_call import AsgiCall
 from tests.server.conftest import client_of
@@ -159,6 +161,21 @@ async def test_a_context_is_bounded(server: Tenancy) -> None:
         assert chat.status_code == 200, chat.text
         assert chat.json()["usage"]["total_tokens"] <= 40, "what it does not say is what fits"
     assert server.engine.num_running == 0
+
+
+@pytest.mark.parametrize(("url", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+async def test_a_default_of_a_model_is_made_smaller(server: Tenancy, url: str, body: dict[str, Any]) -> None:
+    """`max_new_tokens` of a generation_config.json is not what the client asked for."""
+    server.engine.texts["acme/sql"] = FakeText(FakeTokenizer(), defaults={"max_tokens": 2048}, digest="d" * 64)
+    limit(server, max_context=100)
+    async with client_as(server, "acme") as client:
+        silent = {name: value for name, value in body.items() if name != "max_tokens"}
+        answer = await client.post(url, json=silent)
+        assert answer.status_code == 200, answer.text
+        sent = server.engine.requests[-1]
+        assert sent.params.max_tokens == 100 - len(sent.prompt_token_ids)
+        refused = await client.post(url, json={**body, "max_tokens": 2048})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def test_adapters_and_pins(server: Tenancy) -> None:

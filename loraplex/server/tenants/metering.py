@@ -147,19 +147,21 @@ def limits_of(caller: Caller) -> Limits:
     return NO_LIMITS if tenant is None else tenant.limits
 
 
-def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limits) -> SamplingParams:
-    """With a `max_tokens` that fits into a tenant's context where the request says none. Raises PromptTooLongError."""
+def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limits, *, is_asked: bool) -> SamplingParams:
+    """With a `max_tokens` that fits into a tenant's context. is_asked: the client said how many; any other number is a
+    default, and is made smaller. Raises PromptTooLongError."""
     most = limits.max_context
     if most is None:
         return params
-    wanted = 1 if params.max_tokens is None else params.max_tokens
+    wanted = params.max_tokens if is_asked and params.max_tokens is not None else 1
     if num_prompt_tokens + wanted > most:
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: together at most {most} are for "
             "this tenant; send a shorter prompt, or ask for fewer tokens",
             param="max_tokens",
         )
-    return params if params.max_tokens is not None else replace(params, max_tokens=most - num_prompt_tokens)
+    left = most - num_prompt_tokens
+    return params if (params.max_tokens or math.inf) <= left else replace(params, max_tokens=left)
 
 
 def _billed(choice: AdapterChoice) -> str:
