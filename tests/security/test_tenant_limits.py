@@ -6,6 +6,7 @@ import asyncio
 import csv
 import hashlib
 import io
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,30 @@ async def test_usage_does_not_tell_what_others_had_cached(tmp_path: Path, is_sha
             assert (line["cached_tokens"] == "") is is_shared
         async with client_as(server, "operator") as client:
             assert (await usage_of(client))[0]["cached_tokens"] is not None
+
+
+async def test_looks_at_usage_that_hang_hold_nothing_else_up(server: Tenancy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.context.accounts is not None
+    is_silent, barrier = threading.Event(), threading.Barrier(3)
+
+    def rows(*_: Any) -> list[dict[str, Any]]:
+        barrier.wait(30)
+        is_silent.wait(30)
+        return []
+
+    monkeypatch.setattr(server.context.accounts.book, "rows", rows)
+    async with client_of(server.app) as client:
+        looks = [
+            asyncio.ensure_future(client.get("/v1/usage", headers=server.headers(role))) for role in ("acme", "beta")
+        ]
+        await asyncio.to_thread(barrier.wait, 30)
+        try:
+            async with asyncio.timeout(10):
+                for url in ("/v1/models", "/v1/adapters"):
+                    assert (await client.get(url, headers=server.headers("operator"))).status_code == 200
+        finally:
+            is_silent.set()
+        assert [(await look).status_code for look in looks] == [200, 200]
 
 
 async def test_a_database_that_is_away_is_not_named_to_a_tenant(

@@ -13,11 +13,15 @@ from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import Caller, caller_of
 from loraplex.server.context import ServerContext
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 from loraplex.tenants.usage import UsageQuery, as_csv
 
 MAX_ROWS = 10_000
+
+NUM_LOOKS = 2
+"""At a time. They ask the database, which may be silent, and nothing else waits for their threads."""
 
 Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 Text = Annotated[str, Field(max_length=256)]
@@ -66,6 +70,7 @@ class UsagePage(msgspec.Struct, frozen=True):
 class UsageRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        self._looks = OffLoop(NUM_LOOKS)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["tenants"], route_class=StrictRoute)
@@ -93,7 +98,7 @@ class UsageRoutes:
                 row["cached_tokens"] = None
             return _answer(rows, query, caller)
 
-        return await self._context.views.run(caller.account, answer, 0)
+        return await self._looks.run(caller.account, answer, 0)
 
     def _wanted(self, query: UsageFields, caller: Caller) -> UsageQuery | None:
         """None: nothing of that is the caller's to know."""
