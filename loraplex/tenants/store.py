@@ -241,9 +241,11 @@ class TenantStore:
     def usage(self, query: UsageQuery, limit: int, after: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Rows by day, key and adapter. after: these three of the last row of the page before."""
         place = tuple_(USAGE_TABLE.c.day, USAGE_TABLE.c.key_id, USAGE_TABLE.c.adapter)
-        only = {name: getattr(query, name) for name in ("tenant", "key_id", "adapter")}
+        only = {name: getattr(query, name) for name in ("tenant", "key_id")}
         found = sa.select(USAGE_TABLE).order_by(*place.clauses).limit(limit)
         found = found.where(*(USAGE_TABLE.c[name] == value for name, value in only.items() if value is not None))
+        if query.adapters:
+            found = found.where(USAGE_TABLE.c.adapter.in_(query.adapters))
         if query.first_day is not None:
             found = found.where(USAGE_TABLE.c.day >= query.first_day)
         if query.last_day is not None:

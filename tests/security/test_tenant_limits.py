@@ -288,6 +288,11 @@ async def test_usage_is_what_answers_said(server: Tenancy) -> None:
         await client.post("/v1/completions", json={**BODY, "model": "sql@1"})
         rows = {row["adapter"]: row["requests"] for row in await usage_of(client)}
         assert rows == {"sql": 4, "public": 1, "//mix": 1, "": 1}
+        server.store.share("public", [])
+        server.refresh()
+        assert (await client.delete("/v1/adapters/sql")).status_code == 200
+        for adapter, num in rows.items():  # a row that is listed is found by its name, whatever became of the adapter
+            assert [row["requests"] for row in await usage_of(client, adapter=adapter)] == [num]
 
 
 async def test_aborts_and_errors_are_counted_as_far_as_they_came(server: Tenancy) -> None:

@@ -224,7 +224,7 @@ def test_usage_adds_up(store: TenantStore) -> None:
     assert [row["day"] for row in store.usage(UsageQuery(first_day="2026-11-24"), 10)] == ["2026-11-24"]
     assert [row["day"] for row in store.usage(UsageQuery(last_day="2026-11-23"), 10)] == ["2026-11-23"]
     assert [row["day"] for row in store.usage(UsageQuery(), 10, after=one[:3])] == ["2026-11-24"]
-    assert store.usage(UsageQuery(key_id="bbbbbbbb", adapter="x"), 10) == []
+    assert store.usage(UsageQuery(key_id="bbbbbbbb", adapters=("x",)), 10) == []
     store.forget_usage("2026-11-24")
     assert [row["day"] for row in store.usage(UsageQuery(), 10)] == ["2026-11-24"]
 

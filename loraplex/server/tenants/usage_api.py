@@ -102,7 +102,8 @@ class UsageRoutes:
 
     def _wanted(self, query: UsageFields, caller: Caller) -> UsageQuery | None:
         """None: nothing of that is the caller's to know."""
-        wanted = UsageQuery(query.first_day, query.last_day, query.tenant, query.key, query.adapter)
+        adapters = () if query.adapter is None else (query.adapter,)
+        wanted = UsageQuery(query.first_day, query.last_day, query.tenant, query.key, adapters)
         tenant = caller.scope.tenant
         if tenant is None:
             return wanted
@@ -110,11 +111,8 @@ class UsageRoutes:
             return None
         if not tenant:  # a key of --api-key: its own alone
             return replace(wanted, tenant="", key_id=caller.fingerprint)
-        if query.adapter and (found := self._context.names.find(query.adapter, caller.scope)) is not None:
-            wanted = replace(wanted, adapter=found)
-        elif query.adapter:
-            wanted = replace(wanted, adapter=caller.scope.own(query.adapter))
-        return replace(wanted, tenant=tenant)
+        own = tuple(map(caller.scope.own, adapters))  # rows are shown under both spellings
+        return replace(wanted, tenant=tenant, adapters=(*adapters, *own))
 
 
 def _place(after: str | None) -> tuple[str, ...]:
