@@ -283,10 +283,12 @@ class AsyncEngine(AdapterVerbs):
         claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         held: HeldAdapters | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one prompt; `model` names an adapter or a mix, None the base.
 
-        held: what `hold_adapters(model)` gave before the prompt was encoded. Raises any LoraplexError.
+        held: what `hold_adapters(model)` gave before the prompt was encoded. on_output: is given each output when it
+        comes, also those that a slow reader never sees. Raises any LoraplexError.
         """
         self.check_can_serve()
         if lora_request is not None:
@@ -306,7 +308,7 @@ class AsyncEngine(AdapterVerbs):
                 add_special_tokens=add_special_tokens,
                 text=self._front.text_for(refs),
             )
-            stream = self._submit(prepared, refs)
+            stream = self._submit(prepared, refs, on_output)
         except BaseException:
             self._front.release(refs)
             raise
@@ -317,7 +319,12 @@ class AsyncEngine(AdapterVerbs):
             if self._streams.get(request_id) is stream:  # else it has ended, and the id may be another request's
                 await self.abort(request_id)
 
-    def _submit(self, prepared: PreparedRequest, refs: tuple[LoRARef, ...]) -> OutputStream:
+    def _submit(
+        self,
+        prepared: PreparedRequest,
+        refs: tuple[LoRARef, ...],
+        on_output: Callable[[RequestOutput], None] | None,
+    ) -> OutputStream:
         num_completions, limit = len(prepared.children), self.config.max_waiting_requests + self.config.max_num_seqs
         if self._num_completions + num_completions > limit:
             raise EngineOverloadedError(
@@ -339,7 +346,7 @@ class AsyncEngine(AdapterVerbs):
             self._front.outputs.remove(prepared.request_id)
             raise
         on_end = partial(self._end_stream, refs, num_completions)
-        stream = OutputStream(prepared.request_id, refs, placement, on_end)
+        stream = OutputStream(prepared.request_id, refs, placement, on_end, on_output)
         self._num_completions += num_completions
         self._streams[prepared.request_id] = stream
         return stream

@@ -268,8 +268,9 @@ class AdapterRoutes:
     async def rollback(self, name: str, request: Request) -> Response:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        result = await self._verb(request, LoRARegistry.move, self._names.own(request, name))
-        return _json(LoadReply.of(result, caller_of(request).scope))
+        name, scope = self._names.own(request, name), caller_of(request).scope
+        result = await self._verb(request, LoRARegistry.move, name, may_answer=scope.may_change)
+        return _json(LoadReply.of(result, scope))
 
     @requires(Access.OWN_LOADING)
     async def unload(self, name: str, request: Request, query: Annotated[UnloadQuery, Query()]) -> Response:
@@ -291,9 +292,9 @@ class AdapterRoutes:
         async with (self._verbs if body.new_path is None else self._loads).of(client_of(request)):
             if body.new_path is not None:
                 await self._check_path(request, body.new_path, "new_path")
-            async with self._quota.changing(request, new, is_load=body.new_path is not None):
+            async with self._quota.changing(request, new, is_load=body.new_path is not None) as check_size:
                 result = await self._engine.on_registry(
-                    LoRARegistry.switch, old, new, body.new_path, body.deadline_s, body.force
+                    LoRARegistry.switch, old, new, body.new_path, body.deadline_s, body.force, check_size=check_size
                 )
         return _json(SwitchReply.of(result, caller_of(request).scope))
 
@@ -305,11 +306,16 @@ class AdapterRoutes:
         body = await self._context.bodies.read(request, CloneAdapterRequest)
         self._registry(f"adapter {clipped(name)!r} was to be cloned")
         check_number(request, body.lora_int_id)
-        name, new_name = self._names.own(request, name), self._names.new(request, body.name)
+        name, new_name = self._names.answering(request, name), self._names.new(request, body.name)
         adding = self._quota.changing(request, new_name, is_load=True, is_pin=body.is_pinned)
-        async with self._loads.of(client_of(request)), adding:  # a source is read where no memory has the weights
+        async with self._loads.of(client_of(request)), adding as check_size:  # a source may be read
             result = await self._engine.on_registry(
-                LoRARegistry.clone, name, new_name, lora_int_id=body.lora_int_id, is_pinned=body.is_pinned
+                LoRARegistry.clone,
+                name,
+                new_name,
+                lora_int_id=body.lora_int_id,
+                is_pinned=body.is_pinned,
+                check_size=check_size,
             )
         return _json(LoadReply.of(result, caller_of(request).scope))
 
@@ -393,8 +399,9 @@ class AdapterRoutes:
             return await self._engine.on_registry(verb, *args, **kwargs)
 
     async def _load(self, request: Request, name: str, path: str, **wishes: Any) -> LoadResult:
-        async with self._quota.changing(request, name, is_load=True, is_pin=wishes.get("is_pinned", False)):
-            return await self._engine.on_registry(LoRARegistry.load, name, path, **wishes)
+        is_pinned = wishes.get("is_pinned", False)
+        async with self._quota.changing(request, name, is_load=True, is_pin=is_pinned) as check_size:
+            return await self._engine.on_registry(LoRARegistry.load, name, path, check_size=check_size, **wishes)
 
     async def _check_path(self, request: Request, path: str, field: str = "path") -> None:
         """In threads of its own: to resolve a link may hang, too."""

@@ -174,8 +174,12 @@ class EngineSurface(Protocol):
         cache_salt: str = "",
         claim: Claim = NO_CLAIM,
         held: HeldAdapters | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Cumulative outputs. held: what `hold_adapters(model)` gave; the first look at an output takes it."""
+        """Cumulative outputs. held: what `hold_adapters(model)` gave; the first look at an output takes it.
+
+        on_output: is given each output when it comes, also those that a slow reader never sees.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:

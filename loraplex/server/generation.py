@@ -8,12 +8,12 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from loraplex.core import (
     AdapterChoice,
     AdapterMix,
     CompletionOutput,
-    FinishReason,
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
@@ -31,7 +31,7 @@ from loraplex.server.latency import LatencyHistograms
 from loraplex.server.model_names import Target
 from loraplex.server.pacing import Turns
 from loraplex.server.streaming import merge
-from loraplex.server.tenants.metering import Charge
+from loraplex.server.tenants.metering import Charge, was_aborted
 
 _PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?!/v1/)(?:~|\.{1,2})?/[^\s'\",;:()]+")
 """In the text of an error: in quotation marks, or without them up to what ends a word."""
@@ -206,19 +206,17 @@ class Generator:
         EngineShutdownError for one that this server's shutdown did, and RequestTimeoutError for one whose deadline has
         passed.
         """
-        outputs = merge([self._outputs(item, generation) for item in generation.items])
+        outputs = merge([self._outputs(index, generation) for index in range(len(generation.items))])
         charge = generation.charge
         try:
             if charge is not None:
                 charge.begin()
             async with contextlib.aclosing(outputs):
                 async for each in outputs:
-                    if charge is not None:
-                        charge.see(*each)
                     yield each
-        except LoraplexError:
+        except LoraplexError as error:
             if charge is not None:
-                charge.fail()
+                charge.fail(error)
             raise
         finally:
             if charge is not None:
@@ -234,7 +232,8 @@ class Generator:
                 last[index] = output
         return [last[index] for index in range(len(generation.items))]
 
-    async def _outputs(self, item: GenerationItem, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self, index: int, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+        item, charge = generation.items[index], generation.charge
         is_finished = False
         clock = self._histograms.clock()
         if len(generation.items) * item.params.n > 1:
@@ -251,12 +250,13 @@ class Generator:
             cache_salt=generation.cache_salt,
             claim=generation.claim,
             held=item.target.held,
+            on_output=None if charge is None else partial(charge.see, index),
         )
         with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):
             try:
                 async for output in source:
                     is_finished = output.finished
-                    if any(map(_is_aborted, output.outputs)):
+                    if was_aborted(output):
                         raise self._aborted(item, generation)
                     clock.see(output)
                     yield output
@@ -286,10 +286,6 @@ class Generator:
 
 def _shutting_down() -> EngineShutdownError:
     return EngineShutdownError("the server is shutting down and ended this request; send it again")
-
-
-def _is_aborted(output: CompletionOutput) -> bool:
-    return output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
 
 
 @dataclass(frozen=True, slots=True)

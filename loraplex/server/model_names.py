@@ -111,14 +111,12 @@ class ModelNames:
 
     def find(self, name: str, scope: Scope = EVERYTHING) -> str | None:
         """Under which a name, or `name@N`, of a caller is registered; None: nothing that it may see answers."""
-        return scope.find(name, partial(has_adapter, self._engine.registry))
+        registry = self._engine.registry
+        return None if registry is None else scope.find(name, partial(has_adapter, registry), registry.is_registered)
 
-    def answering(self, registered: str) -> str:
-        """The name of the adapter that answers for a name now; the name itself where none does any longer."""
-        try:
-            return "" if self._engine.registry is None else self._engine.registry.resolve(registered).adapter_name
-        except AdapterNotFoundError:
-            return registered
+    def target_of(self, registered: str) -> str:
+        """The name of the adapter that was to answer for a name, whether it is loaded still or not."""
+        return "" if self._engine.registry is None else self._engine.registry.target_of(registered)
 
     def _is_known(self, model: str, scope: Scope) -> bool:
         return model in self.served or self.find(model, scope) is not None
@@ -183,10 +181,13 @@ class ModelNames:
             served = ()
         for name in replace(query, is_sorted=False).of(served):
             yield name, self._base_card(name, has_paths)
-        refs = {} if self._engine.registry is None else self._engine.registry.refs()
-        for name in scope.query(query).of(refs):
-            shown_name = scope.shown(name)
-            yield shown_name, self._adapter_card(shown_name, refs[name], has_paths)
+        if self._engine.registry is None:
+            return
+        registered, refs = self._engine.registry.registered(), self._engine.registry.refs()
+        for name in scope.query(query).of(registered):
+            if name in refs:
+                shown_name = scope.shown(name)
+                yield shown_name, self._adapter_card(shown_name, refs[name], has_paths)
 
     def _base_card(self, name: str, has_paths: bool) -> ModelCard:
         info = self._engine.model_info

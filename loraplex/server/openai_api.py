@@ -48,6 +48,8 @@ SOME_LOGPROBS, SOME_TOKENS = 16, 512
 MAX_REPEATED_TOKENS = 2**18
 """Of prompts that several choices give back, each choice counted."""
 
+MAX_TOKENS_FIELDS = {"max_tokens", "max_completion_tokens"}
+
 LONG_ANSWER = 4096
 """Tokens from which an answer is written in a thread: to give prompts back, they may have to become text."""
 
@@ -219,12 +221,13 @@ class OpenAIRoutes:
         unique = new_request_id()[:16]
         caller = caller_of(request)
         limits = limits_of(caller)
+        is_asked = any(getattr(body, name) is not None for name in body.model_fields_set & MAX_TOKENS_FIELDS)
         items = tuple(
             GenerationItem(
                 prompt,
                 target,
                 f"{response_id}-{unique}-{index}",
-                within_context(params, len(prompt.token_ids), limits),
+                within_context(params, len(prompt.token_ids), limits, is_asked=is_asked),
             )
             for index, (prompt, target, params) in enumerate(wanted)
         )

@@ -59,7 +59,11 @@ class TenantDirectory:
             try:
                 self.refresh()
                 is_away = False
-            except LoraplexError as error:
+            except Exception as error:  # the thread goes on, whatever it was
                 if not is_away:
-                    _log.error("%s; keys and tenants stay as they are known", error)
+                    _log.error(
+                        "%s; keys and tenants stay as they are known",
+                        error,
+                        exc_info=not isinstance(error, LoraplexError),
+                    )
                 is_away = True

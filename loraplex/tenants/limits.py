@@ -145,9 +145,9 @@ class TenantMeter:
         self._num_running += num_completions
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Tokens that were used."""
+        """Tokens that were used; fewer than 0 are given back."""
         if self._tokens is not None:
-            self._tokens.level -= num_tokens
+            self._tokens.level = min(self._tokens.capacity, self._tokens.level - num_tokens)
 
     def end(self, num_completions: int) -> None:
         self._num_running -= num_completions

@@ -2,7 +2,8 @@
 
 An adapter named `acme/sql` belongs to tenant acme; every other name is the operator's. A tenant sees its own adapters,
 the public ones and those that are granted to it. For everybody else's there is no difference to a name that does not
-exist. A tenant writes its own names without `acme/` (with it, too); its own hide others of the same spelling.
+exist. A tenant writes its own names without `acme/` (with it, too); its own hide others of the same spelling, also
+while nothing answers for them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from loraplex.errors import (
     AdapterNoRoomError,
     EngineOverloadedError,
     InvalidRequestError,
+    JournalError,
     LoraplexError,
     shown,
 )
@@ -148,12 +150,18 @@ class Scope:
     table: TenantTable = field(default_factory=TenantTable)
     tenant: str | None = None
 
-    def find(self, name: str, is_known: Callable[[str], bool]) -> str | None:
-        """The registered name: its own first, then a public or granted one. None: there is none that it may see."""
-        if self.tenant is None:
-            return name if is_known(name) else None
+    def find(self, name: str, is_answered: Callable[[str], bool], is_registered: Callable[[str], bool]) -> str | None:
+        """The registered name: its own if it has one, else a public or granted one. None: none answers that it may see.
+
+        An own name that was switched to what is unloaded, or a version that is not kept, is never another's adapter.
+        """
+        meant = self.find_own(name, is_registered) or name
+        return meant if self.may_see(meant) and is_answered(meant) else None
+
+    def find_own(self, name: str, is_registered: Callable[[str], bool]) -> str | None:
+        """The tenant's own adapter of that name, or of `name@2`, whether it answers now or not."""
         owned = (self._prefix + name, self.own(name)) if self.tenant else ()
-        return next((each for each in (*owned, name) if self.may_see(each) and is_known(each)), None)
+        return next(filter(is_registered, owned), None)
 
     def own(self, name: str) -> str:
         """Under which an adapter of the caller is registered."""
@@ -190,6 +198,8 @@ class Scope:
         """
         if isinstance(error, EngineOverloadedError):
             return "the server is busy; try again later"
+        if isinstance(error, JournalError):
+            return "the database of this server cannot be used now; try again later"
         if type(error) in (AdapterMemoryError, AdapterNoRoomError):
             return "there is no room for this adapter now: unpin or unload one of yours, or try again later"
 

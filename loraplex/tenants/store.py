@@ -30,7 +30,14 @@ from loraplex.adapters.journal.tenant_rows import (
     read_tenant_rows,
 )
 from loraplex.adapters.registry.adapter_name import check_adapter_name
-from loraplex.errors import ConfigError, JournalError, TenantConflictError, TenantNotFoundError, shown
+from loraplex.errors import (
+    ConfigError,
+    InvalidRequestError,
+    JournalError,
+    TenantConflictError,
+    TenantNotFoundError,
+    shown,
+)
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import (
     MAX_KEYS_OF_A_TENANT,
@@ -97,7 +104,7 @@ class TenantStore:
         """Rows that cannot be used open nothing."""
         with self.reading() as connection:
             found = read_tenant_rows(connection)
-        tenants = {row["name"]: _tenant(row) for row in found.rows["tenants"]}
+        tenants = {row["name"]: _tenant_or_closed(row) for row in found.rows["tenants"]}
         keys = {bytes.fromhex(row["digest"]): _key(row) for row in found.rows["tenant_keys"]}
         living = {name for name, tenant in tenants.items() if not tenant.is_deleted} | {None}
         shares: dict[str, frozenset[str]] = {}
@@ -240,9 +247,11 @@ class TenantStore:
     def usage(self, query: UsageQuery, limit: int, after: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Rows by day, key and adapter. after: these three of the last row of the page before."""
         place = tuple_(USAGE_TABLE.c.day, USAGE_TABLE.c.key_id, USAGE_TABLE.c.adapter)
-        only = {name: getattr(query, name) for name in ("tenant", "key_id", "adapter")}
+        only = {name: getattr(query, name) for name in ("tenant", "key_id")}
         found = sa.select(USAGE_TABLE).order_by(*place.clauses).limit(limit)
         found = found.where(*(USAGE_TABLE.c[name] == value for name, value in only.items() if value is not None))
+        if query.adapters:
+            found = found.where(USAGE_TABLE.c.adapter.in_(query.adapters))
         if query.first_day is not None:
             found = found.where(USAGE_TABLE.c.day >= query.first_day)
         if query.last_day is not None:
@@ -308,6 +317,14 @@ def _tenant(row: Any) -> Tenant:
     roots = tuple(msgspec.json.decode(row["adapter_roots"], type=list[str]))
     limits = Limits.of(msgspec.json.decode(row["limits"], type=dict[str, float]))
     return Tenant(row["name"], row["created_time"], roots, limits, is_deleted=row["deleted_time"] is not None)
+
+
+def _tenant_or_closed(row: Any) -> Tenant:
+    """With limits that this version does not know it keeps its names, and its keys open nothing."""
+    try:
+        return _tenant(row)
+    except InvalidRequestError:
+        return Tenant(row["name"], row["created_time"], is_deleted=True)
 
 
 def _tenant_row(tenant: Tenant) -> dict[str, Any]:

@@ -87,13 +87,13 @@ class Tab:
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """first_day and last_day are included; None: no bound. tenant, key_id, adapter: of one alone."""
+    """Days are included; None: no bound. tenant, key_id: of one alone; adapters: of any of these, (): of all."""
 
     first_day: str | None = None
     last_day: str | None = None
     tenant: str | None = None
     key_id: str | None = None
-    adapter: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 class UsageTable(Protocol):
@@ -191,9 +191,13 @@ class UsageBook:
                     self._store.forget_usage(oldest)
                     forgotten_day = oldest
                 is_away = False
-            except LoraplexError as error:
+            except Exception as error:  # the thread goes on, whatever it was
                 if not is_away:
-                    _log.error("%s; what is used is written when it can be", error)
+                    _log.error(
+                        "%s; what is used is written when it can be",
+                        error,
+                        exc_info=not isinstance(error, LoraplexError),
+                    )
                 is_away = True
 
 

@@ -237,6 +237,7 @@ class FakeAsyncEngine(AdapterVerbs):
         claim: Claim = NO_CLAIM,
         add_special_tokens: bool = True,
         held: HeldAdapters | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_can_serve()
         if request_id in self._runs:
@@ -260,7 +261,10 @@ class FakeAsyncEngine(AdapterVerbs):
                 for completion in completions:
                     completion.grow()
                 is_finished = all(completion.finish_reason is not None for completion in completions)
-                yield self._output(request_id, prompt if is_text else None, token_ids, params, completions)
+                output = self._output(request_id, prompt if is_text else None, token_ids, params, completions)
+                if on_output is not None:
+                    on_output(output)
+                yield output
                 if is_finished:
                     return
         except LoraplexError as error:

@@ -278,6 +278,16 @@ async def test_a_slow_reader_gets_the_latest(client: Client) -> None:
     assert len(outputs[0].outputs[0].token_ids) == 50
 
 
+async def test_what_a_reader_leaves_unread_is_told_when_it_comes(client: Client) -> None:
+    seen: list[RequestOutput] = []
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    stream = client.engine.generate("banana=", params, "unread", model="upper", on_output=seen.append)
+    await first(stream)
+    await until(lambda: client.engine.num_unfinished == 0)
+    await stream.aclose()
+    assert len(seen[-1].outputs[0].token_ids) == 50
+
+
 # ---------------------------------------------------------------------------------------------------------- request ids
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 
 from loraplex.adapters.journal.tables import JournalTables
+from loraplex.adapters.registry import OpenedAdapter
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.context import ServerContext
 from loraplex.tenants.limits import Limits
@@ -68,12 +69,18 @@ class Tenancy:
 
 @contextmanager
 def tenancy(
-    folder: Path, adapters: Mapping[str, str] | None = None, limits: Limits | None = None, **settings: Any
+    folder: Path,
+    adapters: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    *,
+    open_adapter: Callable[[str], OpenedAdapter] | None = None,
+    make_engine: type[FakeAsyncEngine] = FakeAsyncEngine,
+    **settings: Any,
 ) -> Iterator[Tenancy]:
     """With tenants acme (of these limits) and beta, whose roots are /srv/acme and /srv/beta."""
     file = folder / "journal.sqlite"
     JournalTables(file, "base").close()
-    engine = FakeAsyncEngine(ADAPTERS if adapters is None else adapters)
+    engine = make_engine(ADAPTERS if adapters is None else adapters, open_adapter=open_adapter)
     engine.state = sa.create_engine(sa.URL.create("sqlite", database=str(file)))
     with closing(TenantStore(sa.create_engine(sa.URL.create("sqlite", database=str(file))))) as store:
         store.create_tenant("acme", ["/srv/acme"], limits)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import hashlib
 import io
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from loraplex.errors import EngineDeadError
+from loraplex.adapters.registry import OpenedAdapter
+from loraplex.core import RequestOutput
+from loraplex.errors import EngineDeadError, EngineOverloadedError, JournalError
 from loraplex.server import ServerConfig, create_app
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from loraplex.testing import FakeAsyncEngine
+from loraplex.testing.fake_engine import FakeText
+from loraplex.testing.fake_tokenizer import FakeTokenizer
 from tests.security.tenancy import Tenancy, tenancy
 from tests.server.asgi_call import AsgiCall
 from tests.server.conftest import client_of
@@ -94,6 +100,33 @@ async def test_tokens_of_prompts_and_answers(server: Tenancy) -> None:
         assert 0 < int(refused.headers["retry-after"]) <= due * 3
 
 
+async def test_a_prompt_that_the_engine_refuses_is_given_back(server: Tenancy) -> None:
+    limit(server, tokens_per_minute=20)
+    async with client_as(server, "acme") as client:
+        for error in (EngineOverloadedError("full"), EngineDeadError("gone")) * 3:
+            server.engine.fail_next(error)
+            refused = await client.post("/v1/completions", json={**BODY, "prompt": "x" * 18})
+            assert refused.status_code == error.http_status
+            assert refused.json()["error"].get("code") != "tenant_limit"
+        answer = await client.post("/v1/completions", json={**BODY, "prompt": "x" * 18})
+        assert answer.status_code == 200
+        server.engine.fail_next(EngineDeadError("gone"), after_tokens=1)
+        refused = await client.post("/v1/completions", json={**BODY, "prompt": "x" * 18})
+        assert refused.json()["error"]["code"] == "tenant_limit"
+
+
+async def test_a_debt_ends_with_its_limit(server: Tenancy) -> None:
+    limit(server, tokens_per_minute=20)
+    async with client_as(server, "acme") as client:
+        assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 30})).status_code == 200
+        limit(server)
+        for _ in range(5):
+            assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 30})).status_code == 200
+        await usage_of(client)
+        limit(server, tokens_per_minute=20)
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+
 async def test_completions_at_a_time_and_their_end(server: Tenancy) -> None:
     limit(server, concurrency=2)
     server.engine.hold(1)
@@ -129,6 +162,21 @@ async def test_a_context_is_bounded(server: Tenancy) -> None:
         assert chat.status_code == 200, chat.text
         assert chat.json()["usage"]["total_tokens"] <= 40, "what it does not say is what fits"
     assert server.engine.num_running == 0
+
+
+@pytest.mark.parametrize(("url", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+async def test_a_default_of_a_model_is_made_smaller(server: Tenancy, url: str, body: dict[str, Any]) -> None:
+    """`max_new_tokens` of a generation_config.json is not what the client asked for."""
+    server.engine.texts["acme/sql"] = FakeText(FakeTokenizer(), defaults={"max_tokens": 2048}, digest="d" * 64)
+    limit(server, max_context=100)
+    async with client_as(server, "acme") as client:
+        silent = {name: value for name, value in body.items() if name != "max_tokens"}
+        answer = await client.post(url, json=silent)
+        assert answer.status_code == 200, answer.text
+        sent = server.engine.requests[-1]
+        assert sent.params.max_tokens == 100 - len(sent.prompt_token_ids)
+        refused = await client.post(url, json={**body, "max_tokens": 2048})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def test_adapters_and_pins(server: Tenancy) -> None:
@@ -174,6 +222,41 @@ async def test_bytes_of_adapters(server: Tenancy) -> None:
         assert given.status_code == 200
 
 
+async def test_what_is_too_large_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No version to roll back to, no bytes that count, no version pushed out; versions that go make room."""
+
+    def opened(path: str) -> OpenedAdapter:
+        return OpenedAdapter(path, hashlib.sha256(path.encode()).hexdigest(), 100_000 if "big" in path else 1024, 8)
+
+    with tenancy(tmp_path, open_adapter=opened) as server:
+        registry = server.engine.registry
+        assert registry is not None
+        limit(server, adapter_bytes=3 * 1024)
+        async with client_as(server, "acme") as client:
+            newer = await client.put("/v1/adapters/sql", json={"path": "/srv/acme/newer"})
+            assert (newer.status_code, newer.json()["version"]) == (200, 2)
+            before, cards = registry.specs(), (await client.get("/v1/adapters")).json()
+            for method, url, body in (
+                ("PUT", "/v1/adapters/sql", {"path": "/srv/acme/big"}),
+                ("POST", "/v1/adapters", {"name": "sql", "path": "/srv/acme/big", "load_inplace": True}),
+                ("POST", "/v1/adapters", {"name": "new", "path": "/srv/acme/big"}),
+                ("POST", "/v1/adapters/both/clone", {"name": "new"}),
+                ("PUT", "/v1/adapters/both", {"path": "/srv/acme/newer"}),
+                ("POST", "/v1/adapters/switch", {"old": "both", "new": "new", "new_path": "/srv/acme/big"}),
+            ):
+                refused = await client.request(method, url, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_limit"), (url, body)
+                assert registry.specs() == before
+                assert (await client.get("/v1/adapters")).json() == cards
+            assert (await client.post("/v1/adapters/sql/rollback")).json()["version"] == 1
+            assert (await client.put("/v1/adapters/sql", json={"version": 3})).status_code == 404
+            again = await client.put("/v1/adapters/sql", json={"path": "/srv/acme/newest"})
+            assert again.status_code == 200, "one version comes and one goes"
+            limit(server, adapter_bytes=1024)
+            same = await client.put("/v1/adapters/sql", json={"path": "/srv/acme/latest"})
+            assert same.status_code == 200, "it has no more than before"
+
+
 # --------------------------------------------------------------------------------------------------------------- usage
 
 
@@ -205,6 +288,11 @@ async def test_usage_is_what_answers_said(server: Tenancy) -> None:
         await client.post("/v1/completions", json={**BODY, "model": "sql@1"})
         rows = {row["adapter"]: row["requests"] for row in await usage_of(client)}
         assert rows == {"sql": 4, "public": 1, "//mix": 1, "": 1}
+        server.store.share("public", [])
+        server.refresh()
+        assert (await client.delete("/v1/adapters/sql")).status_code == 200
+        for adapter, num in rows.items():  # a row that is listed is found by its name, whatever became of the adapter
+            assert [row["requests"] for row in await usage_of(client, adapter=adapter)] == [num]
 
 
 async def test_aborts_and_errors_are_counted_as_far_as_they_came(server: Tenancy) -> None:
@@ -228,6 +316,32 @@ async def test_aborts_and_errors_are_counted_as_far_as_they_came(server: Tenancy
         server.engine.resume()
         (row,) = await usage_of(client)
         assert (row["requests"], row["errors"], row["generated_tokens"]) == (2, 1, 5)
+
+
+class DrawsOn(FakeAsyncEngine):
+    """As an engine does: it does not wait for the reader of what it draws."""
+
+    async def generate(  # type: ignore[override]
+        self, *values: Any, on_output: Callable[[RequestOutput], None], **named: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        for output in [output async for output in super().generate(*values, on_output=on_output, **named)]:
+            yield output
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_what_was_drawn_and_not_read_is_counted(tmp_path: Path, num_prompts: int) -> None:
+    with tenancy(tmp_path, make_engine=DrawsOn) as server:
+        limit(server, tokens_per_minute=10 * num_prompts)
+        body = {**BODY, "prompt": ["hello"] * num_prompts, "stream": True, "max_tokens": 12}
+        call = AsgiCall(server.app, "/v1/completions", body, headers=server.headers("acme"))
+        assert await call.start() == 200
+        await call.next_chunk()
+        call.disconnect()
+        await call.task
+        async with client_as(server, "acme") as client:
+            (row,) = await usage_of(client)
+            assert (row["generated_tokens"], row["requests"]) == (12 * num_prompts, num_prompts)
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 429
 
 
 async def test_whose_usage_a_caller_reads(server: Tenancy) -> None:
@@ -256,6 +370,59 @@ async def test_whose_usage_a_caller_reads(server: Tenancy) -> None:
     async with client_as(server, "operator") as client:
         assert len(await usage_of(client, tenant="beta")) == 1
         assert len(await usage_of(client, adapter="beta/sql")) == 2
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_usage_does_not_tell_what_others_had_cached(tmp_path: Path, is_shared: bool) -> None:
+    with tenancy(tmp_path, share_prefix_cache=is_shared) as server:
+        async with client_as(server, "acme") as client:
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+            (row,) = await usage_of(client)
+            assert (row["cached_tokens"] is None) is is_shared
+            text = (await client.get("/v1/usage", params={"format": "csv"})).text
+            (line,) = csv.DictReader(io.StringIO(text))
+            assert (line["cached_tokens"] == "") is is_shared
+        async with client_as(server, "operator") as client:
+            assert (await usage_of(client))[0]["cached_tokens"] is not None
+
+
+async def test_looks_at_usage_that_hang_hold_nothing_else_up(server: Tenancy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.context.accounts is not None
+    is_silent, barrier = threading.Event(), threading.Barrier(3)
+
+    def rows(*_: Any) -> list[dict[str, Any]]:
+        barrier.wait(30)
+        is_silent.wait(30)
+        return []
+
+    monkeypatch.setattr(server.context.accounts.book, "rows", rows)
+    async with client_of(server.app) as client:
+        looks = [
+            asyncio.ensure_future(client.get("/v1/usage", headers=server.headers(role))) for role in ("acme", "beta")
+        ]
+        await asyncio.to_thread(barrier.wait, 30)
+        try:
+            async with asyncio.timeout(10):
+                for url in ("/v1/models", "/v1/adapters"):
+                    assert (await client.get(url, headers=server.headers("operator"))).status_code == 200
+        finally:
+            is_silent.set()
+        assert [(await look).status_code for look in looks] == [200, 200]
+
+
+async def test_a_database_that_is_away_is_not_named_to_a_tenant(
+    server: Tenancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.context.accounts is not None
+
+    def fails(*_: Any) -> None:
+        raise JournalError('connection to server at "10.0.0.5" failed for user "loraplex"')
+
+    monkeypatch.setattr(server.context.accounts.book, "rows", fails)
+    for role, is_told in (("acme", False), ("operator", True)):
+        async with client_as(server, role) as client:
+            answer = await client.get("/v1/usage")
+            assert (answer.status_code, "10.0.0.5" in answer.text) == (500, is_told)
 
 
 async def test_usage_as_csv_and_in_pages(server: Tenancy) -> None:

@@ -481,9 +481,72 @@ async def test_a_name_that_was_switched_to_anothers_moves_no_memory_of_it(
     assert "private" not in answer.text
 
 
-async def test_a_rollback_to_what_an_operator_had_chosen_does_not_name_it(
+async def test_a_tenant_does_not_bring_back_what_an_operator_had_chosen(
     server: Tenancy, acme: httpx.AsyncClient
 ) -> None:
+    """Not what it may not see, and not what it may use alone; a version of its own before it is passed to."""
+    for target in ("private", "public"):
+        await server.engine.on_registry(LoRARegistry.switch, "acme/sql", target)
+        assert (await acme.post("/v1/adapters/sql/rollback")).json()["name"] == "sql"
+        again = await acme.post("/v1/adapters/sql/rollback")
+        assert (again.status_code, target in again.text) == (404, False)
+        assert "[acme/sql]" in (await completed(acme, "sql")).json()["choices"][0]["text"]
+    assert (await acme.put("/v1/adapters/sql", json={"path": "/srv/acme/newer"})).json()["version"] == 2
     await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
-    names = [(await acme.post("/v1/adapters/sql/rollback")).json()["name"] for _ in range(2)]
-    assert names == ["sql", "(another adapter)"]
+    await server.engine.on_registry(LoRARegistry.move, "acme/sql")
+    assert (await acme.post("/v1/adapters/sql/rollback")).json()["version"] == 1
+    async with client_of(server.app) as client:  # the operator goes forth and back
+        client.headers.update(server.headers("operator"))
+        assert (await client.post("/v1/adapters/acme/sql/rollback")).json()["version"] == 2
+        assert (await client.put("/v1/adapters/acme/sql", json={"version": 1})).status_code == 200
+        await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+        await server.engine.on_registry(LoRARegistry.move, "acme/sql")
+        assert (await client.post("/v1/adapters/acme/sql/rollback")).json()["name"] == "private"
+
+
+async def test_a_tenant_does_not_clone_what_answers_for_its_name(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+    cloned = await acme.post("/v1/adapters/sql/clone", json={"name": "stolen"})
+    assert (cloned.status_code, "private" in cloned.text) == (403, False)
+    assert (await acme.post("/v1/adapters/sql@1/clone", json={"name": "copy"})).status_code == 200
+    assert "[acme/copy]" in (await completed(acme, "copy")).json()["choices"][0]["text"]
+
+
+async def test_a_name_of_its_own_is_never_anothers_adapter(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    """acme's `both` answers nothing, and the public one of that spelling is not asked."""
+    assert server.engine.registry is not None
+    await server.engine.on_registry(LoRARegistry.load, "both", "/srv/newer", load_inplace=True)
+    assert (await completed(acme, "both@2")).status_code == 404, "the public one has a version 2"
+    assert (await acme.post("/v1/adapters/switch", json={"old": "both", "new": "sql"})).status_code == 200
+    assert (await acme.delete("/v1/adapters/sql")).status_code == 200
+    for name in ("both", "acme/both", "base:both", "both@2", "both:0.5,public:0.5"):
+        assert (await completed(acme, name)).status_code == 404, name
+    assert (await acme.post("/tokenize", json={"model": "both", "prompt": "hi"})).status_code == 404
+    assert (await acme.get("/v1/models/both")).status_code == 404
+    assert "both" not in [card["id"] for card in (await acme.get("/v1/models")).json()["data"]]
+    card = (await acme.get("/v1/adapters/both")).json()
+    assert (card["name"], card["version"], card["alias_of"]) == ("both", 1, "sql")
+    assert (await acme.post("/v1/adapters/both/pin")).status_code == 404
+    back = await acme.post("/v1/adapters/both/rollback")
+    assert (back.status_code, back.json()["name"]) == (200, "both")
+    assert "[acme/both]" in (await completed(acme, "both")).json()["choices"][0]["text"]
+    assert (await acme.delete("/v1/adapters/both")).status_code == 200
+    assert "acme/both" not in server.engine.registry.registered()
+    assert "[both]" in (await completed(acme, "both")).json()["choices"][0]["text"], "then it means the public one"
+
+
+async def test_a_name_whose_hidden_target_is_gone_does_not_name_it(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    await server.engine.on_registry(LoRARegistry.switch, "acme/both", "private")
+    await server.engine.on_registry(LoRARegistry.unload, "private")
+    for method, url, body in (
+        ("POST", "/v1/adapters", {"name": "both", "path": "/srv/acme/both"}),
+        ("POST", "/v1/adapters/both/pin", None),
+        ("POST", "/v1/adapters/both/clone", {"name": "copy"}),
+        ("POST", "/v1/completions", {"model": "both", "prompt": "hi"}),
+        ("GET", "/v1/adapters/both", None),
+        ("GET", "/v1/adapters", None),
+        ("DELETE", "/v1/adapters/both", None),
+    ):
+        answer = await acme.request(method, url, json=body)
+        assert answer.status_code == (200 if method in ("GET", "DELETE") else 404), (method, url, answer.text)
+        assert "private" not in answer.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +14,13 @@ from loraplex.adapters.journal.tables import JournalTables
 from loraplex.tenants.store import TenantStore, open_store
 
 BASE = "/models/base"
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    patience_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < patience_s
+        threading.Event().wait(0.005)
 
 
 def new_state_dir(folder: Path) -> Path:

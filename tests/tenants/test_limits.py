@@ -96,6 +96,15 @@ def test_what_is_refused_takes_nothing() -> None:
     assert meter.num_running == 1
 
 
+def test_what_is_given_back_is_no_more_than_a_bucket() -> None:
+    meter = TenantMeter(Limits(tokens_per_minute=60), 0.0)
+    meter.admit(60, 1, 0.0)
+    meter.count_tokens(-60)
+    assert meter.allowances(0.0)["tokens"].remaining == 60
+    meter.count_tokens(-60)
+    assert meter.allowances(0.0)["tokens"].remaining == 60
+
+
 def test_limits_change_while_requests_run() -> None:
     meter = TenantMeter(Limits(requests_per_s=10), 0.0)
     for _ in range(10):

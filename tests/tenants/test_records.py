@@ -25,7 +25,9 @@ def test_what_is_found_is_there_and_may_be_seen(
     table: TenantTable, tenant: str, names: frozenset[str], asked: str, version: str
 ) -> None:
     scope = Scope(table, tenant)
-    found = scope.find(asked + version, {name + version for name in names}.__contains__)
+    found = scope.find(
+        asked + version, {name + version for name in names}.__contains__, lambda name: name.removesuffix("@1") in names
+    )
     if found is not None:
         assert found.removesuffix("@1") in names
         assert scope.may_see(found)
@@ -40,7 +42,9 @@ def test_what_may_not_be_seen_is_as_if_it_was_not_there(
 ) -> None:
     scope = Scope(table, tenant)
     visible = {name for name in names if scope.may_see(name)}
-    assert scope.find(asked, names.__contains__) == scope.find(asked, visible.__contains__)
+    assert scope.find(asked, names.__contains__, names.__contains__) == scope.find(
+        asked, visible.__contains__, visible.__contains__
+    )
     assert scope.query(NameQuery()).of(sorted(names)) == scope.query(NameQuery()).of(sorted(visible))
 
 
@@ -53,16 +57,29 @@ def test_a_list_has_what_can_be_asked_for_once(table: TenantTable, tenant: str, 
     shown = [scope.shown(name) for name in listed]
     assert shown == sorted(set(shown))
     for name in listed:
-        assert scope.find(scope.shown(name), names.__contains__) == name
+        assert scope.find(scope.shown(name), names.__contains__, names.__contains__) == name
     for asked in names:
-        found = scope.find(asked, names.__contains__)
+        found = scope.find(asked, names.__contains__, names.__contains__)
         assert found is None or found in listed
+
+
+@given(
+    table=TABLES, tenant=st.sampled_from(TENANTS), names=st.frozensets(NAMES), dead=st.frozensets(NAMES), asked=NAMES
+)
+def test_an_own_name_that_answers_nothing_is_no_other_adapter(
+    table: TenantTable, tenant: str, names: frozenset[str], dead: frozenset[str], asked: str
+) -> None:
+    """dead: what nothing answers for now. Whatever answers, a name means one adapter."""
+    scope = Scope(table, tenant)
+    always = scope.find(asked, names.__contains__, names.__contains__)
+    found = scope.find(asked, (names - dead).__contains__, names.__contains__)
+    assert found == (None if always in dead else always)
 
 
 @given(table=TABLES, names=st.frozensets(NAMES), asked=NAMES)
 def test_an_operator_sees_all_as_it_is(table: TenantTable, names: frozenset[str], asked: str) -> None:
     scope = Scope(table, None)
-    assert scope.find(asked, names.__contains__) == (asked if asked in names else None)
+    assert scope.find(asked, names.__contains__, names.__contains__) == (asked if asked in names else None)
     assert scope.query(NameQuery()).of(sorted(names)) == sorted(names)
     assert scope.shown(asked) == asked
     assert scope.may_change(asked)

@@ -23,7 +23,7 @@ from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role, TenantTable, key_digest
 from loraplex.tenants.store import TenantStore, open_store
 from loraplex.tenants.usage import Counts, UsageKey, UsageQuery
-from tests.tenants.conftest import BASE, new_state_dir
+from tests.tenants.conftest import BASE, new_state_dir, until
 
 
 def named(name: str) -> NameRecord:
@@ -255,7 +255,7 @@ def test_usage_adds_up(store: TenantStore) -> None:
     assert [row["day"] for row in store.usage(UsageQuery(first_day="2026-11-24"), 10)] == ["2026-11-24"]
     assert [row["day"] for row in store.usage(UsageQuery(last_day="2026-11-23"), 10)] == ["2026-11-23"]
     assert [row["day"] for row in store.usage(UsageQuery(), 10, after=one[:3])] == ["2026-11-24"]
-    assert store.usage(UsageQuery(key_id="bbbbbbbb", adapter="x"), 10) == []
+    assert store.usage(UsageQuery(key_id="bbbbbbbb", adapters=("x",)), 10) == []
     store.forget_usage("2026-11-24")
     assert [row["day"] for row in store.usage(UsageQuery(), 10)] == ["2026-11-24"]
 
@@ -350,6 +350,36 @@ DAMAGES = [
     "DELETE FROM about WHERE key = 'tenants'",
     "UPDATE about SET value = 'many' WHERE key = 'tenants'",
 ]
+
+
+@pytest.mark.parametrize("limits", ['{"of_another_version": 1}', '{"concurrency": 0}'])
+def test_limits_that_are_not_known_close_their_tenant_alone(state_dir: Path, limits: str) -> None:
+    with closing(open_store(state_dir, None)) as store:
+        for name in ("acme", "beta"):
+            store.create_tenant(name)
+            store.create_key(Role.TENANT, name)
+        with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+            file.execute("UPDATE tenants SET limits = ? WHERE name = 'acme'", (limits,))
+        table = store.read()
+        assert [key.tenant for key in table.keys.values()] == ["beta"]
+        assert table.owner_of("acme/sql") == "acme", "its adapters are no one else's"
+
+
+def test_the_watcher_goes_on_after_any_error(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = TenantDirectory(open_store(state_dir, None), poll_s=0.001)
+    num_errors = 0
+
+    def fails() -> int:
+        nonlocal num_errors
+        num_errors += 1
+        raise ValueError("a number of another kind")
+
+    with closing(directory):
+        with monkeypatch.context() as patched:
+            patched.setattr(directory.store, "revision", fails)
+            until(lambda: num_errors > 2)
+        directory.store.create_tenant("acme")
+        until(lambda: "acme" in directory.table.tenants)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -15,6 +15,7 @@ from loraplex.core import CompletionOutput, FinishReason, RequestOutput
 from loraplex.errors import JournalError
 from loraplex.tenants.store import TenantStore, open_store
 from loraplex.tenants.usage import Counts, Tab, UsageBook, UsageKey, UsageQuery, as_csv
+from tests.tenants.conftest import until
 
 NOON = 1_795_435_200.0
 
@@ -105,6 +106,23 @@ def test_a_database_that_is_away_loses_nothing(opened: TenantStore, monkeypatch:
         one.output = output(4)
         book.flush()
         assert total(opened) == Counts(requests=1, prompt_tokens=10, generated_tokens=4)
+
+
+def test_the_writer_goes_on_after_any_error(opened: TenantStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_usage, num_errors = opened.add_usage, 0
+
+    def fails_at_first(used: Mapping[UsageKey, Counts]) -> None:
+        nonlocal num_errors
+        if num_errors < 2:
+            num_errors += 1
+            raise ValueError("of a driver")
+        add_usage(used)
+
+    monkeypatch.setattr(opened, "add_usage", fails_at_first)
+    with closing(opened), closing(UsageBook(opened, interval_s=0.001)) as book:
+        book.open(tab())
+        until(lambda: total(opened).requests == 1)
+        assert num_errors == 2
 
 
 def test_a_day_ends_at_midnight(opened: TenantStore) -> None:

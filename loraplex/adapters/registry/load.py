@@ -97,6 +97,8 @@ class AdapterLoader:
                 return LoadResult(LoadStatus.ALREADY_LOADED, table.keep(verb).ref)
             version = self._new_version(wish, opened, previous, taken)
         wish.turn.took_id()
+        if wish.check_size is not None:
+            wish.check_size(opened.nbytes)
         evicted = self._store.add_adapter(version.spec).evicted
         drains: tuple[PendingDrain, ...] | None = None
         try:

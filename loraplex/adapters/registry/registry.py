@@ -25,7 +25,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from loraplex.adapters.registry.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
+from loraplex.adapters.registry.adapter_name import (
+    check_adapter_name,
+    check_lora_int_id,
+    normalize_source,
+    split_address,
+)
 from loraplex.adapters.registry.drain import Drain, check_deadline
 from loraplex.adapters.registry.following import Following, Locate, OnChange, found_where_it_was
 from loraplex.adapters.registry.integrity import check_integrity
@@ -165,6 +170,22 @@ class LoRARegistry:
         answers = {name: current.get(aliases.get(name, name)) for name in current}
         return {name: version.ref for name, version in answers.items() if version is not None}
 
+    def registered(self) -> tuple[str, ...]:
+        """Every name that something is loaded under, also where what it was switched to is not."""
+        with self._lock:
+            return tuple(self._table.current)
+
+    def is_registered(self, name: str) -> bool:
+        """Whether something is loaded under a name, or under that of `name@N`, whatever answers for it."""
+        address = split_address(name)
+        with self._lock:
+            return name in self._table.current or (address is not None and address[0] in self._table.current)
+
+    def target_of(self, name: str) -> str:
+        """What a name was switched to, loaded or not; the name itself where it was not."""
+        with self._lock:
+            return self._table.aliases.get(name, name)
+
     def address_of(self, adapter_id: int) -> str | None:
         """What a client writes for a version now: `sql`, or `sql@2` if the bare name means another; None: unknown."""
         with self._lock:
@@ -191,18 +212,22 @@ class LoRARegistry:
         origin: str = "",
         keeps_equal: bool = False,
         turn: LoadTurn = NO_TURN,
+        check_size: Callable[[int], None] | None = None,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
         A name that is loaded from `path` already is a no-op that says so (and pins, if asked, what answers for the
         name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
-        version before out of what is kept). turn: its place among loads that run side by side.
+        version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
+        bytes of a new version before anything is changed; what it raises refuses the load.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
-        wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn)
+        wish = LoadWish(
+            name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn, check_size=check_size
+        )
         result = self._found_as_wished(wish) or self._loader.load(wish)
         if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(name)
@@ -217,12 +242,20 @@ class LoRARegistry:
             self._names.check_known(found, wish.name)
             return LoadResult(LoadStatus.ALREADY_LOADED, found.ref)
 
-    def clone(self, name: str, new_name: str, *, lora_int_id: int | None = None, is_pinned: bool = False) -> LoadResult:
+    def clone(
+        self,
+        name: str,
+        new_name: str,
+        *,
+        lora_int_id: int | None = None,
+        is_pinned: bool = False,
+        check_size: Callable[[int], None] | None = None,
+    ) -> LoadResult:
         """Make `new_name` resolve to what answers for `name` (or for `name@N`) now, under an id of its own.
 
         No file is read while the weights are in memory: names of one digest share them, on every tier, and its KV. From
         then on each is reloaded, pinned and unloaded by itself. A name that has this content already is a no-op that
-        says so; one that has another is refused (AdapterConflictError).
+        says so; one that has another is refused (AdapterConflictError). check_size: as in `load`.
         """
         check_adapter_name(new_name, self._base_names)
         check_lora_int_id(new_name, lora_int_id)
@@ -231,7 +264,9 @@ class LoRARegistry:
         spec, ref = version.spec, version.ref
         content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank, ref.text)
         self._check_content(new_name, name, spec.adapter_digest)
-        result = self._loader.load(LoadWish(new_name, ref.lora_path, lora_int_id, False, is_pinned, content=content))
+        result = self._loader.load(
+            LoadWish(new_name, ref.lora_path, lora_int_id, False, is_pinned, content=content, check_size=check_size)
+        )
         self._check_content(new_name, name, spec.adapter_digest)
         if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(new_name)
@@ -303,6 +338,7 @@ class LoRARegistry:
         *,
         lora_int_id: int | None = None,
         load_inplace: bool = False,
+        check_size: Callable[[int], None] | None = None,
     ) -> SwitchResult:
         """Load `new` if it is unknown, promote it, then let it answer for `old` too.
 
@@ -311,8 +347,8 @@ class LoRARegistry:
         An idle `old` is evicted first when there is no room beside it. From then on `old` is an alias
         (`describe(old).alias_of == new`) that keeps its own version loaded, so that `switch(new, old)` is as quick. An
         `old` that is not loaded is no error and becomes no alias. Unloading the alias frees its name and weights; a
-        reload in place makes it answer for itself again. deadline_s and force as in `unload`; lora_int_id and
-        load_inplace as in `load`, when `new_path` is given.
+        reload in place makes it answer for itself again. deadline_s and force as in `unload`; lora_int_id,
+        load_inplace and check_size as in `load`, when `new_path` is given.
         """
         check_deadline(deadline_s)
         check_adapter_name(old, self._base_names, param="old")
@@ -320,7 +356,7 @@ class LoRARegistry:
             raise InvalidRequestError(f"adapter {old!r} cannot be switched to itself; give two names", param="new")
         loaded = None
         if new_path is not None:
-            loaded = self.load(new, new_path, lora_int_id=lora_int_id, load_inplace=load_inplace)
+            loaded = self.load(new, new_path, lora_int_id=lora_int_id, load_inplace=load_inplace, check_size=check_size)
         result = self._switch.switch(old, new, deadline_s, force)
         if result.is_old_loaded:
             self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
@@ -328,15 +364,18 @@ class LoRARegistry:
             return result
         return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))
 
-    def move(self, name: str, version: int | None = None) -> LoadResult:
+    def move(
+        self, name: str, version: int | None = None, may_answer: Callable[[str], bool] = lambda name: True
+    ) -> LoadResult:
         """Let a kept version of `name` answer for it again: rollback, by default to what answered before what does now.
 
         That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
-        now is remembered instead, so `move` goes forth and back. A version inherits the pin. Raises
+        now is remembered instead, so `move` goes forth and back. Adapters that the caller may not let answer are passed
+        over. A version inherits the pin. Raises
         AdapterNotFoundError for a version that is not kept, and what promoting it raises when its source is missing or
         has changed: then what answers now answers on.
         """
-        result = self._switch.move(name, version)
+        result = self._switch.move(name, version, may_answer)
         ref = result.ref
         if result.status is LoadStatus.MOVED and ref.adapter_name == name:
             number = ref.adapter_version
@@ -411,6 +450,13 @@ class LoRARegistry:
         with self._lock:
             versions = self._table.versions()
         return tuple(version.spec for version in versions)
+
+    def nbytes_with(self, name: str, nbytes: int, prefix: str) -> int:
+        """Bytes of the files of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""
+        with self._lock:
+            versions, leaving = self._table.versions(), self._table.leaving(name)
+        of_prefix = (each for each in versions if each.ref.adapter_name.startswith(prefix) and each not in leaving)
+        return nbytes + sum(each.spec.nbytes for each in of_prefix)
 
     def take_usage(self) -> list[NameUsage]:
         """The counters of names that changed since the last call: for the journal."""

@@ -6,6 +6,7 @@ promote `new` -> redirect, or move (one critical section) -> `old` leaves when i
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from loraplex.adapters.registry.drain import Drain
 from loraplex.adapters.registry.shared_table import SharedTable
@@ -53,7 +54,7 @@ class AdapterSwitch:
             num_aborted=num_aborted,
         )
 
-    def move(self, name: str, number: int | None) -> LoadResult:
+    def move(self, name: str, number: int | None, may_answer: Callable[[str], bool]) -> LoadResult:
         """Let a kept version of `name` answer again, or (None) what answered before what does now.
 
         It is promoted first; a version of its own inherits the pin. When there is no room for it on the device now, it
@@ -63,11 +64,13 @@ class AdapterSwitch:
         result = None
         while result is None:
             with self._lock:
-                version = self._table.earlier(name, number)
-            result = self._move_to(name, number, version)
+                version = self._table.earlier(name, number, may_answer)
+            result = self._move_to(name, number, version, may_answer)
         return result
 
-    def _move_to(self, name: str, number: int | None, version: AdapterVersion) -> LoadResult | None:
+    def _move_to(
+        self, name: str, number: int | None, version: AdapterVersion, may_answer: Callable[[str], bool]
+    ) -> LoadResult | None:
         """None when a verb came between, after which the move goes elsewhere."""
         began_s = time.monotonic()
         with self._names.verb_on(version.ref.adapter_name):
@@ -79,7 +82,7 @@ class AdapterSwitch:
             drains: tuple[PendingDrain, ...] | None = None
             try:
                 with self._names.change() as table:
-                    if table.earlier(name, number) is version:
+                    if table.earlier(name, number, may_answer) is version:
                         drains = table.move(name, version)
             except DatabaseUnavailableError:
                 if drains is None and version is not current and version.ref.adapter_name == name:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -51,7 +52,8 @@ NO_TURN = LoadTurn()
 class LoadWish:
     """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none.
 
-    content: what is there is known, and is not opened: a clone.
+    content: what is there is known, and is not opened: a clone. check_size: is told the bytes of the files before
+    anything is changed, and raises where they are too many.
     """
 
     name: str
@@ -63,6 +65,7 @@ class LoadWish:
     keeps_equal: bool = False
     turn: LoadTurn = NO_TURN
     content: OpenedAdapter | None = None
+    check_size: Callable[[int], None] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -82,8 +85,8 @@ class Verb:
         return mine is not None and _kind(mine) == _kind(wish)
 
 
-def _kind(wish: LoadWish) -> tuple[str, bool, bool, OpenedAdapter | None]:
-    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content
+def _kind(wish: LoadWish) -> tuple[str, bool, bool, OpenedAdapter | None, bool]:
+    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content, wish.check_size is None
 
 
 class LoadStatus(enum.StrEnum):

@@ -35,11 +35,16 @@ PlaceAgain = Callable[[msg.AddRequests, int, Runner], Placement]
 class OutputStream:
     """The latest output of one request. Outputs are cumulative: a slow reader skips some, and memory is bounded.
 
-    target: the runner that it is on its way to.
+    on_output: is given each when it comes. target: the runner that it is on its way to.
     """
 
     def __init__(
-        self, request_id: str, refs: tuple[LoRARef, ...], placement: Placement, on_end: Callable[[], None]
+        self,
+        request_id: str,
+        refs: tuple[LoRARef, ...],
+        placement: Placement,
+        on_end: Callable[[], None],
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.refs = refs
@@ -50,6 +55,7 @@ class OutputStream:
         self._error: LoraplexError | None = None
         self._has_news = asyncio.Event()
         self._on_end: Callable[[], None] | None = on_end
+        self._on_output = on_output
 
     @property
     def rank(self) -> int:
@@ -69,6 +75,8 @@ class OutputStream:
 
     def put(self, output: RequestOutput) -> None:
         self._latest = output
+        if self._on_output is not None:
+            self._on_output(output)
         self.placement.grow(output)
         self._has_news.set()
         if output.finished:

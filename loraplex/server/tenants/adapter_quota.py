@@ -2,14 +2,15 @@
 
 The verbs of a tenant with such limits run one after another, so that two of them never take the last place together.
 Each server counts what its registry has; bytes are those of the files, of all versions that are kept. An adapter that
-turns out to be too large when it is read is unloaded again, or its version before answers again.
+turns out to be too large when its files are opened is refused before anything has changed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import Request
 
@@ -31,14 +32,15 @@ class AdapterQuota:
     @asynccontextmanager
     async def changing(
         self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False
-    ) -> AsyncIterator[None]:
-        """Around a verb that loads or pins the adapter registered as `name`. Raises TenantLimitError."""
+    ) -> AsyncIterator[Callable[[int], None] | None]:
+        """Around a verb that loads or pins the adapter registered as `name`, which takes what this gives as its
+        `check_size`. Raises TenantLimitError."""
         scope = caller_of(request).scope
         tenant = scope.table.tenants.get(scope.tenant or "")
         limits = Limits() if tenant is None else tenant.limits
         is_limited = is_load and (limits.adapters is not None or limits.adapter_bytes is not None)
         if tenant is None or not (is_limited or (is_pin and limits.pins is not None)):
-            yield
+            yield None
             return
         prefix = f"{tenant.name}/"
         async with self._turns.setdefault(tenant.name, asyncio.Lock()):
@@ -51,17 +53,15 @@ class AdapterQuota:
                 pinned = await self._engine.on_registry(_pinned_of, prefix) - {name}
                 if _is_full(limits.pins, len(pinned)):
                     raise _too_many(f"{len(pinned)} pinned adapters", limits.pins, "pins")
-            yield
-            if is_load and limits.adapter_bytes is not None:
-                await self._check_bytes(prefix, name, before, limits.adapter_bytes)
+            yield partial(self._check_size, prefix, name, sum(before.values()), limits.adapter_bytes)
 
-    async def _check_bytes(self, prefix: str, name: str, before: dict[str, int], most: int) -> None:
-        after = await self._engine.on_registry(_bytes_of, prefix)
-        if sum(after.values()) <= most or after.get(name) == before.get(name):
+    def _check_size(self, prefix: str, name: str, num_before: int, most: int | None, nbytes: int) -> None:
+        """In a thread, once the files are opened. What makes it fewer bytes is not refused."""
+        if most is None or self._engine.registry is None:
             return
-        undo = LoRARegistry.move if name in before else LoRARegistry.unload
-        await self._engine.on_registry(undo, name)
-        raise _too_many(f"with this one {sum(after.values())} bytes of adapters", most, "adapter_bytes")
+        after = self._engine.registry.nbytes_with(name, nbytes, prefix)
+        if after > max(most, num_before):
+            raise _too_many(f"with this one {after} bytes of adapters", most, "adapter_bytes")
 
 
 def _is_full(most: int | None, num: int) -> bool:

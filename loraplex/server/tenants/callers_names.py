@@ -33,6 +33,7 @@ class CallersNames:
                 check_clients_name(name, known, param=param)
             return name
         own = scope.own(name)
+        hide_targets(request, self._names, [own])
         if not name:
             return name  # the registry has words for that
         short = scope.shown(own)
@@ -41,9 +42,18 @@ class CallersNames:
         return own
 
     def find(self, request: Request, name: str) -> str | None:
-        """None: nothing that the caller may see has it. For an operator the name itself."""
-        scope = caller_of(request).scope
-        return name if scope.tenant is None else self._names.find(name, scope)
+        """None: nothing that the caller may see has it. For an operator the name itself.
+
+        A name of its own is found whatever answers for it: it may be unloaded, or switched back.
+        """
+        scope, registry = caller_of(request).scope, self._engine.registry
+        if scope.tenant is None:
+            return name
+        if registry is None:
+            return None
+        found = scope.find_own(name, registry.is_registered) or self._names.find(name, scope)
+        hide_targets(request, self._names, [found])
+        return found
 
     def visible(self, request: Request, name: str) -> str:
         """Raises AdapterNotFoundError."""
@@ -80,10 +90,10 @@ def hide_targets(request: Request, names: ModelNames, choices: Iterable[AdapterC
     scope = caller_of(request).scope
     if scope.tenant is None:
         return
-    hidden = set()
+    hidden: set[str] = getattr(request.state, "hidden", set())
     for choice in choices:
         parts = [name for name, _ in choice.parts] if isinstance(choice, AdapterMix) else [choice] if choice else []
-        hidden |= {target for target in map(names.answering, parts) if not scope.may_see(target)}
+        hidden |= {target for target in map(names.target_of, parts) if not scope.may_see(target)}
     request.state.hidden = hidden
 
 

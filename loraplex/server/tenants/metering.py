@@ -12,14 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.registry.adapter_name import split_address
-from loraplex.core import AdapterChoice, AdapterMix, RequestOutput, SamplingParams
-from loraplex.errors import PromptTooLongError, TenantLimitError
+from loraplex.core import AdapterChoice, AdapterMix, FinishReason, RequestOutput, SamplingParams
+from loraplex.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    EngineShutdownError,
+    LoraplexError,
+    PromptTooLongError,
+    TenantLimitError,
+)
 from loraplex.server.auth import Caller
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Allowance, Limits, TenantMeter
 from loraplex.tenants.usage import OF_MIXES, Tab, UsageBook
 
 Clock = Callable[[], float]
+
+REFUSALS = (EngineOverloadedError, EngineDeadError, EngineShutdownError)
 
 
 class Accounts:
@@ -47,7 +56,11 @@ class Accounts:
     def admit(self, charge: Charge) -> dict[str, Allowance]:
         """What is left then. Raises TenantLimitError."""
         limits, tenant = limits_of(charge.caller), charge.caller.scope.tenant
-        if tenant and limits != Limits():
+        if tenant and limits == NO_LIMITS:
+            with self._lock:
+                if tenant in self._meters:  # a debt ends with the limit
+                    self._meters[tenant].set_limits(limits, self._clock())
+        if tenant and limits != NO_LIMITS:
             with self._lock:
                 now_s = self._clock()
                 meter = self._meters.setdefault(tenant, TenantMeter(limits, now_s))
@@ -72,6 +85,11 @@ class Accounts:
             with self._lock:
                 charge.meter.end(charge.num_completions)
             charge.meter = None
+
+    def give_back(self, charge: Charge, num_tokens: int) -> None:
+        with self._lock:
+            if charge.meter is not None:
+                charge.meter.count_tokens(-num_tokens)
 
     def now_s(self) -> float:
         return self._clock()
@@ -101,15 +119,18 @@ class Charge:
         self._has_begun = True
 
     def see(self, index: int, output: RequestOutput) -> None:
+        """What the engine has drawn for a prompt, whether its client has read it or not."""
         tab = self.tabs[index]
         if tab.output is None:
             tab.first_s = self.accounts.now_s()
         tab.output = output
 
-    def fail(self) -> None:
-        """Those that have not finished ended in an error."""
+    def fail(self, error: LoraplexError) -> None:
+        """Those that have not finished ended in an error. Prompts that the engine refused are given back."""
+        if isinstance(error, REFUSALS):
+            self.accounts.give_back(self, sum(tab.num_prompt_tokens for tab in self.tabs if tab.output is None))
         for tab in self.tabs:
-            tab.has_failed = tab.output is None or not tab.output.finished
+            tab.has_failed = tab.output is None or not tab.output.finished or was_aborted(tab.output)
 
     def end(self) -> None:
         if self._has_begun:
@@ -117,24 +138,30 @@ class Charge:
             self.accounts.end(self)
 
 
+def was_aborted(output: RequestOutput) -> bool:
+    return any(each.finish_reason in (FinishReason.ABORT, FinishReason.ERROR) for each in output.outputs)
+
+
 def limits_of(caller: Caller) -> Limits:
     tenant = caller.scope.table.tenants.get(caller.scope.tenant or "")
     return NO_LIMITS if tenant is None else tenant.limits
 
 
-def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limits) -> SamplingParams:
-    """With a `max_tokens` that fits into a tenant's context where the request says none. Raises PromptTooLongError."""
+def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limits, *, is_asked: bool) -> SamplingParams:
+    """With a `max_tokens` that fits into a tenant's context. is_asked: the client said how many; any other number is a
+    default, and is made smaller. Raises PromptTooLongError."""
     most = limits.max_context
     if most is None:
         return params
-    wanted = 1 if params.max_tokens is None else params.max_tokens
+    wanted = params.max_tokens if is_asked and params.max_tokens is not None else 1
     if num_prompt_tokens + wanted > most:
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: together at most {most} are for "
             "this tenant; send a shorter prompt, or ask for fewer tokens",
             param="max_tokens",
         )
-    return params if params.max_tokens is not None else replace(params, max_tokens=most - num_prompt_tokens)
+    left = most - num_prompt_tokens
+    return params if (params.max_tokens or math.inf) <= left else replace(params, max_tokens=left)
 
 
 def _billed(choice: AdapterChoice) -> str:

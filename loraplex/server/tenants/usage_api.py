@@ -13,11 +13,15 @@ from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import Caller, caller_of
 from loraplex.server.context import ServerContext
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 from loraplex.tenants.usage import UsageQuery, as_csv
 
 MAX_ROWS = 10_000
+
+NUM_LOOKS = 2
+"""At a time. They ask the database, which may be silent, and nothing else waits for their threads."""
 
 Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 Text = Annotated[str, Field(max_length=256)]
@@ -41,7 +45,7 @@ class UsageFields(BaseModel):
 
 class UsageCard(msgspec.Struct, frozen=True):
     """requests: prompts; errors: of them those that failed; waiting_s: until the first token of each. adapter: empty
-    for the base model, `//mix` for mixes."""
+    for the base model, `//mix` for mixes. cached_tokens: null for a tenant where prefixes are shared with others."""
 
     day: str
     key: str
@@ -50,7 +54,7 @@ class UsageCard(msgspec.Struct, frozen=True):
     requests: int
     errors: int
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     generated_tokens: int
     waiting_s: float
 
@@ -66,6 +70,7 @@ class UsagePage(msgspec.Struct, frozen=True):
 class UsageRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        self._looks = OffLoop(NUM_LOOKS)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["tenants"], route_class=StrictRoute)
@@ -82,17 +87,23 @@ class UsageRoutes:
             raise ApiError(text, code="no_tenants")
         wanted, after, book = self._wanted(query, caller), _place(query.after), accounts.book
 
+        hides_cached = caller.scope.tenant is not None and not self._context.keys.shows_cached_tokens
+
         def answer() -> Response:
             if wanted is None:
                 return _answer([], query, caller)
             book.flush()
-            return _answer(book.rows(wanted, query.limit + 1, after), query, caller)
+            rows = book.rows(wanted, query.limit + 1, after)
+            for row in rows if hides_cached else ():
+                row["cached_tokens"] = None
+            return _answer(rows, query, caller)
 
-        return await self._context.views.run(caller.account, answer, 0)
+        return await self._looks.run(caller.account, answer, 0)
 
     def _wanted(self, query: UsageFields, caller: Caller) -> UsageQuery | None:
         """None: nothing of that is the caller's to know."""
-        wanted = UsageQuery(query.first_day, query.last_day, query.tenant, query.key, query.adapter)
+        adapters = () if query.adapter is None else (query.adapter,)
+        wanted = UsageQuery(query.first_day, query.last_day, query.tenant, query.key, adapters)
         tenant = caller.scope.tenant
         if tenant is None:
             return wanted
@@ -100,11 +111,8 @@ class UsageRoutes:
             return None
         if not tenant:  # a key of --api-key: its own alone
             return replace(wanted, tenant="", key_id=caller.fingerprint)
-        if query.adapter and (found := self._context.names.find(query.adapter, caller.scope)) is not None:
-            wanted = replace(wanted, adapter=found)
-        elif query.adapter:
-            wanted = replace(wanted, adapter=caller.scope.own(query.adapter))
-        return replace(wanted, tenant=tenant)
+        own = tuple(map(caller.scope.own, adapters))  # rows are shown under both spellings
+        return replace(wanted, tenant=tenant, adapters=(*adapters, *own))
 
 
 def _place(after: str | None) -> tuple[str, ...]:
