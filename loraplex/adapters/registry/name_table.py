@@ -127,18 +127,13 @@ class NameTable:
         yield from reversed(self.kept.get(name, ()))
         yield from (version for version in self.draining.get(name, ()) if not version.is_unloaded)
 
-    def earlier(
-        self, name: str, number: int | None, may_answer: Callable[[str], bool] = lambda name: True
-    ) -> AdapterVersion:
-        """Version `number` of `name`, or (None) what answered for it before what does now; raises AdapterNotFoundError.
-
-        What answered before may be a version of the adapter that the name was switched to. Adapters that may not answer
-        are passed over.
-        """
+    def earlier(self, name: str, number: int | None, may_answer: Callable[[str], bool]) -> AdapterVersion:
+        """Version `number` of `name`, or (None) what answered for it before what does now, and may: also the adapter
+        that the name was switched to. Raises AdapterNotFoundError."""
         self.own(name)
         answers = reversed(self.history.of(name)) if number is None else (number,)
         known = filter(None, (self._registered(name, answer) for answer in answers))
-        found = next((version for version in known if may_answer(version.ref.adapter_name)), None)
+        found = next((each for each in known if may_answer(each.ref.adapter_name)), None)
         if found is None:
             raise self._has_not_kept(name, "an earlier version" if number is None else f"version {number}")
         found.check_ready()
@@ -460,12 +455,6 @@ class NameTable:
             self.history.drop_version(name, each.number)
         dropped = [self._retire(each) for each in kept[:num_over]]
         return (*dropped, *([] if num_over == len(kept) else [version.start_drain(AfterDrain.SHELVE)]))
-
-    def leaving(self, name: str) -> list[AdapterVersion]:
-        """Idle versions that are no longer kept when the name gets a further one."""
-        versions = [*self.kept.get(name, ()), *filter(None, [self.current.get(name)])]
-        num_over = max(0, len(versions) - (self.max_versions_kept - 1))
-        return [version for version in versions[:num_over] if not version.num_references]
 
     def _retire(self, version: AdapterVersion) -> PendingDrain:
         self.draining.setdefault(version.ref.adapter_name, []).append(version)

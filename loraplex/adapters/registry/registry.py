@@ -454,7 +454,10 @@ class LoRARegistry:
     def nbytes_with(self, name: str, nbytes: int, prefix: str) -> int:
         """Bytes of the files of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""
         with self._lock:
-            versions, leaving = self._table.versions(), self._table.leaving(name)
+            versions, current = self._table.versions(), self._table.current.get(name)
+            kept = [*self._table.kept.get(name, ()), *filter(None, [current])]
+        num_over = max(0, len(kept) + 1 - self._table.max_versions_kept)
+        leaving = [each for each in kept[:num_over] if not each.num_references]
         of_prefix = (each for each in versions if each.ref.adapter_name.startswith(prefix) and each not in leaving)
         return nbytes + sum(each.spec.nbytes for each in of_prefix)
 
