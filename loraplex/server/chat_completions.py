@@ -34,6 +34,9 @@ from loraplex.text.tools.answer import AnswerDelta
 from loraplex.text.tools.json_calls import CallDelta
 from loraplex.text.tools.wanted import AnswerReading
 
+WORK_OF_PARSERS = 4
+"""Of a token whose text is read for calls or thoughts."""
+
 
 class ChatRenderer:
     """One request's answer: one prompt, `n` choices."""
@@ -44,6 +47,7 @@ class ChatRenderer:
         self._texts = TokenTexts(tokenizer_of(generation.items[0].target.text), request.return_tokens_as_token_ids)
         self._cursors = [Cursor() for _ in range(request.n)]
         self._parsers = [reading.new_parser() for _ in range(request.n)]
+        self.work_a_token = WORK_OF_PARSERS if any(self._parsers) else 1
         self._usage = UsageCounter(shows_cached=generation.shows_cached_tokens)
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:

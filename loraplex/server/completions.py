@@ -28,6 +28,8 @@ from loraplex.server.streaming import in_pieces, sse
 class CompletionRenderer:
     """One request's answer. Choice i of prompt p has index p * n + i."""
 
+    work_a_token = 1
+
     def __init__(self, request: CompletionRequest, generation: Generation) -> None:
         self._request = request
         self._generation = generation

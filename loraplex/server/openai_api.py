@@ -55,7 +55,9 @@ LONG_ANSWER = 4096
 
 
 class Renderer(Protocol):
-    """Turns outputs of the engine into the bytes of an answer."""
+    """Turns outputs of the engine into the bytes of an answer. work_a_token: of one, over what a plain text takes."""
+
+    work_a_token: int
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes: ...
 
@@ -268,7 +270,8 @@ class OpenAIRoutes:
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
             num_logprobs = sum(map(_num_logprobs, outputs))
-            size = sum(map(generation.prompt_size, range(len(outputs)), outputs)) + sum(map(_num_tokens, outputs))
+            num_tokens = renderer.work_a_token * sum(map(_num_tokens, outputs))
+            size = sum(map(generation.prompt_size, range(len(outputs)), outputs)) + num_tokens
             answer = _json(await writer.write(partial(renderer.response, outputs), num_logprobs, size))
             answer.headers.update(generation.rate_headers)
             return answer
@@ -312,7 +315,8 @@ def _num_logprobs(output: RequestOutput) -> int:
 
 
 def _num_tokens(output: RequestOutput) -> int:
-    return sum(len(each.token_ids) for each in output.outputs)
+    """Or what as many characters count for: tokens of an adapter may have hundreds."""
+    return sum(max(len(each.token_ids), each.num_chars // CHARS_A_TOKEN) for each in output.outputs)
 
 
 async def _events(
@@ -353,7 +357,7 @@ async def _chunks(
     size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
     before_logprobs, before_tokens = num_seen.get(prompt_index, (0, 0))
     num_seen[prompt_index] = num_logprobs, num_tokens = _num_logprobs(output), _num_tokens(output)
-    size += num_tokens - before_tokens
+    size += renderer.work_a_token * (num_tokens - before_tokens)
     pieces = renderer.chunks(prompt_index, output)
     while piece := await writer.write(partial(next, pieces, b""), num_logprobs - before_logprobs, size):
         yield piece
