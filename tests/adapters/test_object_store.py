@@ -412,12 +412,13 @@ class HostileStore(BaseHTTPRequestHandler):
         names = (f"model-{number}" for number in range(1001)) if bucket == "crowded" else (CONFIG, WEIGHTS)
         entities = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10 if n else "x" * 99}">' for n in range(5))
         head = f"<!DOCTYPE x [{entities}]>" if bucket == "entities" else ""
-        item = "<Contents><Key>{}</Key><Size>100</Size><ETag>{}</ETag></Contents>"
+        size = -1 if bucket == "negative" else 100
+        item = f"<Contents><Key>{{}}</Key><Size>{size}</Size><ETag>{{}}</ETag></Contents>"
         body = "".join(item.format(name, tag) for name in names)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(f"{head}<ListBucketResult><IsTruncated>false</IsTruncated>{body}".encode())
-        filler = {"endless": b" " * 2**16, "tags": b"<a/>" * 2**12}.get(bucket)
+        filler = {"endless": b" " * 2**16, "tags": b"<a/>" * 2**12, "attributes": b"a='' " * 2**12}.get(bucket)
         with suppress(OSError):
             while filler is not None and self.sent_bytes[bucket] < 2**28:
                 self.wfile.write(filler)
@@ -463,7 +464,7 @@ def test_a_redirect_of_the_store_is_not_followed(
     assert not [path for path in hostile.asked if "evil" in path]
 
 
-@pytest.mark.parametrize("bucket", ["endless", "tags", "entities"])
+@pytest.mark.parametrize("bucket", ["endless", "tags", "attributes", "entities"])
 def test_a_list_without_an_end_is_not_read_on(hostile: type[HostileStore], source: AdapterSource, bucket: str) -> None:
     with pytest.raises(AdapterFileFormatError, match="the store's answer is no list of at most 1000 objects"):
         source.fetch(f"s3://{bucket}")
@@ -475,6 +476,7 @@ def test_a_list_without_an_end_is_not_read_on(hostile: type[HostileStore], sourc
     [
         ("crowded", "has more than 1000 objects"),
         ("line-ends", "lists an object with a tag that is none"),
+        ("negative", "lists an object of -1 bytes"),
         ("broken", "the store"),
     ],
 )

@@ -207,7 +207,10 @@ async def _listed(adapter: ObjectAdapter) -> dict[str, _Object]:
         name, etag = str(each["Key"]).removeprefix(below), str(each["ETag"])
         if not _ETAG.fullmatch(etag):
             raise AdapterFetchError(f"{adapter}: the store lists an object with a tag that is none")
-        found[name] = _Object(name, int(each["Size"]), etag)
+        size = int(each["Size"])
+        if size < 0:
+            raise AdapterFetchError(f"{adapter}: the store lists an object of {size} bytes")
+        found[name] = _Object(name, size, etag)
     return found
 
 
