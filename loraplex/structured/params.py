@@ -24,6 +24,9 @@ MAX_SCHEMA_VALUES = 8192
 MAX_PATTERN_BYTES = 2 * 2**10
 """Of a regular expression, and of all patterns of a schema: memory and time to compile grow with their square."""
 
+MAX_NUMBER = 2**53
+"""Of a schema, either sign: the library recurses without an end for the least of 64 bits."""
+
 MAX_MULTIPLE_OF = 10_000
 """Of different `multipleOf` multiplied, without their decimal points: as many states an automaton of them may have."""
 
@@ -150,6 +153,8 @@ def _check_schema(schema: Mapping[str, Any]) -> None:
                 below += item.values()
             elif isinstance(item, list | tuple):
                 below += item
+            elif isinstance(item, int | float) and not abs(item) <= MAX_NUMBER:
+                _refuse(f"a number of the JSON schema is not within +-{MAX_NUMBER}")
         if math.prod(divisors) > MAX_MULTIPLE_OF:
             _refuse(f"multipleOf has too many digits: at most {MAX_MULTIPLE_OF} without the point, multiplied")
         if pattern_bytes > MAX_PATTERN_BYTES:

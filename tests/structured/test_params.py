@@ -105,6 +105,16 @@ def test_what_compiling_would_take_gigabytes_for_is_refused_by_its_size(form: di
         StructuredOutputsParams(**form)
 
 
+@pytest.mark.parametrize("number", [-(2**63), 2**63, 2**53 + 1, -1e19, 1e300, float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [lambda n: {"const": n}, lambda n: {"enum": [[n]]}, lambda n: {"const": {"a": [n]}}])
+def test_numbers_of_a_schema_are_bounded(number: float, place: Any) -> None:
+    """150 bytes with the least number of 64 bits ended the server: the library recursed until its stack was full."""
+    for form in ({"json": place(number)}, {"calls": {"f": {"properties": {"x": place(number)}}}}):
+        with pytest.raises(InvalidRequestError, match=r"a number of the JSON schema|no JSON schema"):
+            StructuredOutputsParams(**form)
+    assert StructuredOutputsParams(json=place(-(2**53))).kind == "json"
+
+
 def test_properties_may_have_the_names_of_keywords() -> None:
     properties = {"pattern": {"type": "string"}, "patternProperties": {"type": "string"}, "multipleOf": {"enum": [7]}}
     schema = {"properties": {**properties, "a": {"multipleOf": 0.01}, "b": {"multipleOf": 0.01, "pattern": "a+"}}}
