@@ -32,7 +32,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": "{"}, "no JSON schema"),
         ({"json": "[" * 10_000}, "no JSON schema"),
         ({"json": "3"}, "an object"),
-        ({"json": {"const": float("nan")}}, "no JSON schema"),
+        ({"json": {"const": float("nan")}}, "a number of the JSON schema"),
         ({"json": {"const": {1}}}, "no JSON schema"),
         ({"json": nested(MAX_SCHEMA_DEPTH)}, "deeper than"),
         ({"json": {"enum": list(range(10_000))}}, "more than 8192 values"),
