@@ -48,6 +48,7 @@ NOT_RUN = (
     (r"pip install\b", "the environment is made by `make`; tests/test_containers.py installs from nothing"),
     (r"docker ", "no container tool here; tests/test_containers.py runs what the files say"),
     (r"loraplex (tenant|key) ", "is about a state directory of a server; tests/tenants/test_commands.py runs them"),
+    (r"loraplex serve .*--admin-api-key-file", "needs a key file; tests/server/test_tenant_processes.py has one"),
     (r"lm_eval ", "is another project's program, with a data set to be fetched"),
     (r"python -m benchmarks\.", "take minutes; tests/benchmarks runs their code"),
     (r"loraplex serve .*--devices? cuda", "needs a GPU"),
