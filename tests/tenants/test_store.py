@@ -184,9 +184,9 @@ def test_a_server_sees_what_another_process_changes(store: TenantStore) -> None:
     try:
         store.create_tenant("acme")
         key, secret = store.create_key(Role.TENANT, "acme")
-        wait_until(lambda: key_digest(secret) in directory.table.keys)
+        until(lambda: key_digest(secret) in directory.table.keys)
         store.revoke_key(key.key_id)
-        wait_until(lambda: key_digest(secret) not in directory.table.keys)
+        until(lambda: key_digest(secret) not in directory.table.keys)
     finally:
         directory.close()
 
@@ -210,22 +210,13 @@ def test_before_a_server_has_made_the_tables_there_is_no_tenant(
         else:
             PostgresJournal(url, BASE).close()
         directory.store.create_tenant("acme")
-        wait_until(lambda: "acme" in directory.table.tenants)
+        until(lambda: "acme" in directory.table.tenants)
 
 
 def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     engine = sa.create_engine(sa.URL.create("sqlite", database=str(tmp_path / "no" / "journal.sqlite")))
     with closing(TenantStore(engine)) as store, pytest.raises(JournalError, match="cannot be used"):
         store.revision()
-
-
-def wait_until(is_so: object) -> None:
-    waited = threading.Event()
-    for _ in range(3000):
-        if is_so():  # type: ignore[operator]
-            return
-        waited.wait(0.01)
-    raise AssertionError("it did not come to pass")
 
 
 # --------------------------------------------------------------------------------------------------------------- usage
@@ -434,7 +425,7 @@ def test_a_revoked_key_is_in_the_next_copy(tmp_path: Path) -> None:
             with closing(sqlite3.connect(newest)) as copy:
                 return copy.execute("SELECT revoked_time FROM tenant_keys").fetchone() not in (None, (None,))
 
-        wait_until(is_copied)
+        until(is_copied)
 
 
 def test_the_roles_of_rows_are_the_roles() -> None:
