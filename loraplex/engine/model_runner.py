@@ -25,7 +25,7 @@ from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder
 from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import DEVICE_PART, Profiler
-from loraplex.structured.grammars import MAX_WAIT_S, GrammarCompiler, GrammarState, StepMasks
+from loraplex.structured.grammars import GrammarCompiler, GrammarState, StepMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Masks:
 
     def taken(self, rows: Sequence[SamplingRow]) -> tuple[list[SamplingRow], list[int]]:
         """The rows with their masks, and those whose masks are late."""
-        made = self.masks.take(MAX_WAIT_S, self.is_alone)
+        made = self.masks.take(self.is_alone)
         late = [row for row, state in enumerate(self.states) if state is not None and made[row] is None]
         return [replace(row, mask=mask) for row, mask in zip(rows, made, strict=True)], late
 

@@ -12,6 +12,7 @@ from functools import partial
 
 from loraplex.adapters.registry import LoRARef
 from loraplex.adapters.registry.adapter_name import address_text
+from loraplex.bounded_process import NUM_PROCESSES
 from loraplex.core import AdapterChoice
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.making import AdapterMaker
@@ -139,7 +140,7 @@ class ServerContext:
                 engine.model_info.longest_len,
                 is_strict=config.strict_fields,
             ),
-            prompts=PromptEncoder(engine.model_info, off_loop),
+            prompts=PromptEncoder(engine.model_info, off_loop, OffLoop(NUM_PROCESSES)),
             in_flight=in_flight,
             generator=Generator(engine, in_flight, metrics_page.histograms),
             metrics_page=metrics_page,

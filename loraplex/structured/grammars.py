@@ -36,8 +36,9 @@ NUM_COMPILE_THREADS = 2
 MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
 
-MAX_WAIT_S = 0.02
-"""Of a step, when its forward pass has ended, for masks: rows whose mask is late sit the step out."""
+MIN_WAIT_S, MAX_WAIT_S = 0.002, 0.01
+"""Of a step for masks when its forward pass is launched, or has ended on a CPU: as long again as that took. Rows whose
+mask is late sit the step out."""
 
 TOKENS_AT_ONCE = 8
 """Of an output that a request brings, between two chances for other threads."""
@@ -171,6 +172,7 @@ class StepMasks:
     """The masks of one step, which `make` fills in one thread while another runs the model and then takes those that
     are there. A row whose mask is late sits the step out, so no grammar holds up other rows for longer than is said.
 
+    It waits as long for masks as it took since they were begun, within MIN_WAIT_S and MAX_WAIT_S.
     One mask of each client comes before the second of any; of one client's, those that waited longest.
     """
 
@@ -181,6 +183,7 @@ class StepMasks:
         self._num_rows = self._num_left = sum(state is not None for state in states)
         self._is_over = False
         self._made = threading.Condition()
+        self._began_s = time.monotonic()
 
     def make(self) -> None:
         for row in self._turns():
@@ -205,13 +208,14 @@ class StepMasks:
             num_of[state.client] += 1
         return sorted(turn_of, key=turn_of.__getitem__)
 
-    def take(self, timeout_s: float, is_alone: bool) -> list[Words | None]:
+    def take(self, is_alone: bool) -> list[Words | None]:
         """Of each row that has a grammar and whose mask is there; the others' state counts the step.
 
         is_alone: the step has no other rows, so it waits for one mask at least.
         """
         with self._made:
-            self._made.wait_for(lambda: not self._num_left, timeout_s)
+            wait_s = min(max(MIN_WAIT_S, time.monotonic() - self._began_s), MAX_WAIT_S)
+            self._made.wait_for(lambda: not self._num_left, wait_s)
             if is_alone:
                 self._made.wait_for(lambda: self._num_left < self._num_rows)
             self._is_over = True

@@ -13,7 +13,9 @@ from loraplex.bounded_process import BoundedProcesses, BoundedWork, answer_quest
 from loraplex.errors import AdapterBusyError, AdapterUnavailableError, InvalidRequestError, shown
 from loraplex.text.chat_template import Json, check_template, render_chat, render_open_chat
 
-MAX_RENDER_CPU_S = 2.0
+MAX_RENDER_CPU_S = 0.5
+"""Ordinary ones take milliseconds. Other chats through adapters' templates wait as long, where two clients have both
+processes."""
 
 WORK = BoundedWork(
     name="chat templates of adapters",

@@ -16,7 +16,6 @@ import pytest
 
 from loraplex import StructuredOutputsParams
 from loraplex.demo.tasks import adapter_path
-from loraplex.engine import model_runner
 from loraplex.errors import InvalidRequestError
 from loraplex.structured.grammars import GrammarState, StepMasks, Words
 from tests.engine.driver import Driver
@@ -116,9 +115,9 @@ def test_late_masks_change_nothing(expected: list[Any], look_ahead: bool, monkey
     """A row whose mask is late sits the step out, with its prompt's log probabilities taken once."""
     take, draws, num_late = StepMasks.take, random.Random(4), 0
 
-    def taken(masks: StepMasks, timeout_s: float, is_alone: bool) -> list[Words | None]:
+    def taken(masks: StepMasks, is_alone: bool) -> list[Words | None]:
         nonlocal num_late
-        made = take(masks, 60, is_alone)
+        made = take(masks, is_alone)
         late = [mask is not None and draws.random() < 0.6 for mask in made]
         num_late += sum(late)
         return [None if is_late else mask for mask, is_late in zip(made, late, strict=True)]
@@ -142,7 +141,6 @@ def test_late_masks_change_nothing(expected: list[Any], look_ahead: bool, monkey
 def test_a_late_mask_holds_no_other_row_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the mask of one row is made all others go on, the row without a form by a token a step."""
     release, fill = threading.Event(), GrammarState.fill
-    monkeypatch.setattr(model_runner, "MAX_WAIT_S", 0.0)
 
     def slow(state: GrammarState, vocab_size: int) -> Words:
         assert release.wait(60)

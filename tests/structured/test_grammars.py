@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from loraplex import StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
+from loraplex.structured import grammars
 from loraplex.structured.grammars import GrammarCompiler, GrammarState, Words
 
 SPECIAL = (b"<s>", b"</s>")
@@ -37,6 +38,13 @@ class Bytes:
 
 def ids_of(text: str) -> list[int]:
     return [len(SPECIAL) + byte for byte in text.encode()]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask is late."""
+    monkeypatch.setattr(grammars, "MIN_WAIT_S", 60)
+    monkeypatch.setattr(grammars, "MAX_WAIT_S", 60)
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +247,10 @@ class Clock:
         return self.now_s
 
 
-def test_a_mask_that_takes_too_long_ends_its_request(compiler: GrammarCompiler) -> None:
+def test_a_mask_that_takes_too_long_ends_its_request(compiler: GrammarCompiler, patient: None) -> None:
     matcher = started(compiler, regex="[a-z]{400}")._future
     slow, other = (GrammarState(matcher, (EOS,), None, Clock(look_s)) for look_s in (0.3, 0.2))
-    masks = compiler.begin_masks([slow, other]).take(60, is_alone=True)
+    masks = compiler.begin_masks([slow, other]).take(is_alone=True)
     assert masks[0] is not None
     assert not masks[0].any()
     assert "it takes too long to find the tokens that may follow" in str(slow.error)
@@ -266,11 +274,12 @@ class Slow(GrammarState):
 
 def test_masks_are_made_of_one_client_and_another_in_turn_and_of_ones_by_how_long_they_waited(
     compiler: GrammarCompiler,
+    patient: None,
 ) -> None:
     made: list[str] = []
     states = [Slow(name, name[0], made) for name in ("a1", "a2", "a3", "b1", "b2", "c1")]
     states[2].num_waits, states[4].num_waits = 2, 1
-    masks = compiler.begin_masks([None, *states]).take(60, is_alone=False)
+    masks = compiler.begin_masks([None, *states]).take(is_alone=False)
     assert [mask is None for mask in masks] == [True, *6 * [False]]
     assert made == ["a3", "b2", "c1", "a1", "b1", "a2"]
 
@@ -282,11 +291,10 @@ def test_late_masks_are_left_out_and_what_is_left_is_not_made(compiler: GrammarC
     masks = compiler.begin_masks(states)
     while not made:
         time.sleep(0.001)
-    assert [mask is None for mask in masks.take(0, is_alone=True)] == [False, True, True]
+    assert [mask is None for mask in masks.take(is_alone=True)] == [False, True, True]
     assert [state.num_waits for state in states] == [0, 1, 1]
     may.set()
-    later = compiler.begin_masks([states[0]]).take(60, is_alone=True)
-    assert later[0] is not None
+    assert compiler.begin_masks([states[0]]).take(is_alone=True)[0] is not None
     assert made == ["quick", "slow", "quick"]
 
 
@@ -295,16 +303,16 @@ def test_a_step_of_late_masks_alone_waits_for_one(compiler: GrammarCompiler) -> 
     may = threading.Event()
     masks = compiler.begin_masks([Slow("one", "a", made, may), Slow("two", "a", made)])
     threading.Timer(0.05, may.set).start()
-    assert masks.take(0, is_alone=True)[0] is not None
+    assert masks.take(is_alone=True)[0] is not None
 
 
-def test_without_memory_for_a_mask_its_request_ends(compiler: GrammarCompiler) -> None:
+def test_without_memory_for_a_mask_its_request_ends(compiler: GrammarCompiler, patient: None) -> None:
     class Full(Slow):
         def fill(self, vocab_size: int) -> Words:
             raise MemoryError
 
     state = Full("x", "a", [])
-    masks = compiler.begin_masks([state]).take(60, is_alone=True)
+    masks = compiler.begin_masks([state]).take(is_alone=True)
     assert masks[0] is not None
     assert not masks[0].any()
     assert "MemoryError" in str(state.error)

@@ -357,7 +357,7 @@ def test_what_a_template_costs_is_bounded(source: str, monkeypatch: pytest.Monke
     """And the next chat is rendered all the same."""
     templates, chat = TemplateProcesses(), {"messages": [{"role": "user", "content": "hi"}]}
     began_s, started = time.monotonic(), starts(monkeypatch)
-    with pytest.raises(InvalidRequestError, match=r"more than 2 s or too much memory|MemoryError|more than 16777216"):
+    with pytest.raises(InvalidRequestError, match=r"more than 0.5 s or too much memory|MemoryError|more than 16777216"):
         templates.render(source, chat)
     assert time.monotonic() - began_s < 30
     assert len(started) == 1, "what a limit ended is not tried again"
@@ -390,7 +390,7 @@ def test_all_templates_of_a_directory_share_the_time_of_one(place: Place) -> Non
     """jinja2 folds constants when it compiles: each of these takes half a second."""
     listed = [{"name": f"t{i}", "template": f"{{{{ 3**3000000 % 7 }}}}{i}"} for i in range(16)]
     place.write("tokenizer_config.json", {"chat_template": listed})
-    with pytest.raises(AdapterValidationError, match="needs more than 2 s"):
+    with pytest.raises(AdapterValidationError, match=r"needs more than 0\.5 s"):
         place.read()
     place.write("tokenizer_config.json", {"chat_template": [{"name": f"t{i}", "template": "x"} for i in range(17)]})
     with pytest.raises(AdapterValidationError, match="more than 16 templates"):
