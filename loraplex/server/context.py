@@ -12,10 +12,10 @@ from functools import partial
 
 from loraplex.adapters.registry import LoRARef
 from loraplex.adapters.registry.adapter_name import address_text
-from loraplex.bounded_process import NUM_PROCESSES
 from loraplex.core import AdapterChoice
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.making import AdapterMaker
+from loraplex.processes.bounded import NUM_PROCESSES
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader

@@ -1,7 +1,7 @@
 """Whether outputs can have a form, found out in processes of its own: `FormJudge` here, `main` over there.
 
 A grammar is a stranger's program, and the library that compiles it is not written for strangers: what recurses or
-allocates without an end there ends a process that has nothing else to do. `bounded_process` bounds what it costs.
+allocates without an end there ends a process that has nothing else to do. `processes.bounded` bounds what it costs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from loraplex.bounded_process import BoundedProcesses, BoundedWork, answer_questions
 from loraplex.errors import EngineOverloadedError, EngineTimeoutError, InvalidRequestError, LoraplexError
+from loraplex.processes.bounded import BoundedProcesses, BoundedWork, answer_questions
 from loraplex.structured.grammars import compile_grammar, tokens_of
 from loraplex.structured.params import StructuredOutputsParams
 

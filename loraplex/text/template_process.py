@@ -1,17 +1,19 @@
 """Chat templates of adapters, rendered in processes of their own: `TemplateProcesses` here, `main` over there.
 
 A template is a program, and an adapter's comes from a stranger. The sandbox of `chat_template` bounds what it reaches;
-`bounded_process` bounds what it costs.
+`processes.bounded` bounds what it costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from loraplex.bounded_process import BoundedProcesses, BoundedWork, answer_questions
 from loraplex.errors import AdapterBusyError, AdapterUnavailableError, InvalidRequestError, shown
+from loraplex.processes.bounded import BoundedProcesses, BoundedWork, answer_questions
 from loraplex.text.chat_template import Json, check_template, render_chat, render_open_chat
+from loraplex.text.utf8 import decode_in_pieces
 
 MAX_RENDER_CPU_S = 0.5
 """Ordinary ones take milliseconds. Other chats through adapters' templates wait as long, where two clients have both
@@ -46,7 +48,10 @@ class TemplateProcesses:
         return self._ask({"source": source, "variables": dict(variables), "is_open": is_open})
 
     def _ask(self, question: dict[str, Json]) -> str:
-        text = self._processes.ask(question)
+        told = self._processes.ask(question)
+        text: str | None = None
+        with suppress(UnicodeDecodeError):  # an answer comes from where a stranger's program runs
+            text = None if told is None else decode_in_pieces(told, errors="surrogatepass")
         if text is None:
             raise InvalidRequestError(
                 f"the chat template of this adapter needs more than {MAX_RENDER_CPU_S:g} s or too much memory, and was "

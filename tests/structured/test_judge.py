@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from loraplex import StructuredOutputsParams, bounded_process
+from loraplex import StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
+from loraplex.processes import bounded
 from loraplex.structured import judge as judge_module
 from loraplex.structured.grammars import GrammarCompiler
 from loraplex.structured.judge import MAX_GROWTH_BYTES, ByteTokens, FormJudge
@@ -24,13 +25,13 @@ def judge() -> Iterator[FormJudge]:
 @pytest.fixture
 def questions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """That reach a process."""
-    asked, ask = [], bounded_process.BoundedProcesses.ask
+    asked, ask = [], bounded.BoundedProcesses.ask
 
-    def noted(processes: bounded_process.BoundedProcesses, question: Any) -> str | None:
+    def noted(processes: bounded.BoundedProcesses, question: Any) -> bytes | None:
         asked.append(question)
         return ask(processes, question)
 
-    monkeypatch.setattr(bounded_process.BoundedProcesses, "ask", noted)
+    monkeypatch.setattr(bounded.BoundedProcesses, "ask", noted)
     return asked
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from loraplex import bounded_process
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import AdapterText
 from loraplex.core import SamplingParams
@@ -29,6 +28,7 @@ from loraplex.errors import (
     AdapterValidationError,
     InvalidRequestError,
 )
+from loraplex.processes import bounded
 from loraplex.text import adapter_text, template_process
 from loraplex.text.adapter_text import MAX_ADDED_TOKENS, AdapterTexts
 from loraplex.text.processor import InputProcessor, ModelLimits
@@ -430,7 +430,7 @@ def test_without_a_process_the_request_is_told_to_come_again(monkeypatch: pytest
 
     templates = TemplateProcesses()
     with monkeypatch.context() as patch:
-        patch.setattr(bounded_process, "start", no_descriptor)
+        patch.setattr(bounded, "start", no_descriptor)
         with pytest.raises(AdapterBusyError, match=r"could not be started .*Too many open files"):
             templates.render("x", {})
     assert templates.render("x", {}) == "x"
@@ -438,7 +438,7 @@ def test_without_a_process_the_request_is_told_to_come_again(monkeypatch: pytest
 
 def starts(monkeypatch: pytest.MonkeyPatch, *signals: signal.Signals) -> list[subprocess.Popen[bytes]]:
     """The processes that are started. The first ones get these signals."""
-    started, start = [], bounded_process.start
+    started, start = [], bounded.start
 
     def noted(module: str) -> subprocess.Popen[bytes]:
         started.append(start(module))
@@ -446,7 +446,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, *signals: signal.Signals) -> list[su
             started[-1].send_signal(signals[len(started) - 1])
         return started[-1]
 
-    monkeypatch.setattr(bounded_process, "start", noted)
+    monkeypatch.setattr(bounded, "start", noted)
     return started
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from loraplex.bounded_process import BoundedProcesses
 from loraplex.errors import InvalidRequestError
-from tests.bounded_work import WORK
+from loraplex.processes.bounded import BoundedProcesses
+from tests.processes.bounded_work import WORK
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def processes() -> Iterator[BoundedProcesses]:
 
 
 def test_a_process_answers_many_questions(processes: BoundedProcesses) -> None:
-    assert processes.ask({"a": [1, 2.5, None]}) == "{'a': [1, 2.5, None]}"
-    assert processes.ask("") == ""
+    assert processes.ask({"a": [1, 2.5, None]}) == b"{'a': [1, 2.5, None]}"
+    assert processes.ask("") == b""
     assert processes.ask("pid") == processes.ask("pid")
 
 

@@ -8,9 +8,8 @@ it is stopped say, is ended.
 
 A message on either pipe is its length in 8 bytes, then its data. A question is plain data (`marshal`: this side wrote
 it). An answer comes from where a stranger's data was: one letter, `t` for a text and `e` for an error, in capitals
-where the process ends with it, and UTF-8, which is decoded piece by piece, because one call would keep the interpreter
-from other threads. A process ends when its input does, and after a question that left much memory in it: the limit is
-for each one.
+where the process ends with it, and UTF-8 with surrogates. A process ends when its input does, and after a question that
+left much memory in it: the limit is for each one.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from loraplex.environment import OUTSIDE_SIGNALS, child_environment
 from loraplex.errors import InvalidRequestError, LoraplexError
-from loraplex.text.utf8 import decode_in_pieces
+from loraplex.processes.environment import OUTSIDE_SIGNALS, child_environment
 
 NUM_PROCESSES = 2
 NICENESS = 10
@@ -75,9 +73,12 @@ class BoundedProcesses:
             self._idle.put(process)
         self.close = weakref.finalize(self, _end_all, self._all)
 
-    def ask(self, question: Any) -> str | None:
-        """None: it cost too much, or ended the process. Raises InvalidRequestError for an answer that is an error, and
-        the work's own errors when it is not the question's fault."""
+    def ask(self, question: Any) -> bytes | None:
+        """The text. None: it cost too much, or ended the process.
+
+        Raises InvalidRequestError for an answer that is an error, and the work's own errors when it is not the
+        question's fault.
+        """
         data = marshal.dumps(question)
         process = self._idle.get()
         try:
@@ -91,11 +92,11 @@ class BoundedProcesses:
             raise self._work.unavailable(f"{text}; is there memory enough for it? Come again")
         if answer is None:
             return None
-        kind, text = answer
+        kind, told = answer[:1], answer[1:]
         if kind in b"eE":
-            param, _, message = text.partition("\n")
+            param, _, message = told.decode(errors="replace").partition("\n")
             raise InvalidRequestError(message, param=param or None)
-        return text
+        return told
 
 
 class _Process:
@@ -105,7 +106,7 @@ class _Process:
         self._work = work
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, data: bytes) -> tuple[bytes, str] | signal.Signals | None:
+    def ask(self, data: bytes) -> bytes | signal.Signals | None:
         """None: a limit ended the process, or it wrote too much, or what no answer is. A signal: it was killed from
         outside. Raises the work's errors when it cannot be started, or does not answer in time."""
         until_s = time.monotonic() + self._work.answer_s
@@ -117,21 +118,17 @@ class _Process:
         except (OSError, RuntimeError) as error:  # no descriptor, no memory, no process, no thread is left
             reason = f"the process for {self._work.name} could not be started ({error}): come again"
             raise self._work.busy(reason) from error
-        answer: tuple[bytes, str] | None = None
+        answer: bytes | None = None
         code: int | None = None
         try:
-            told = _told(process, data, self._work.answer_bytes)
-            if told is not None:
-                answer = told[:1], decode_in_pieces(told, start=1, errors="surrogatepass")
-            else:
+            answer = _told(process, data, self._work.answer_bytes)
+            if answer is None:
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(END_S)
-        except ValueError:
-            pass
         finally:
             limit.cancel()
             # None also of a caller that was interrupted: the next one must not read this one's answer
-            if answer is None or answer[0].isupper():
+            if answer is None or answer[:1].isupper():
                 self.end()
         if code == -signal.SIGKILL and time.monotonic() >= until_s:
             text = f"the process for {self._work.name} did not answer within {self._work.answer_s:g} s"

@@ -1,4 +1,4 @@
-"""What a process of `BoundedProcesses` does in `test_bounded_process`: run as a module."""
+"""What a process of `BoundedProcesses` does in `test_bounded`: run as a module."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 import os
 from typing import Any
 
-from loraplex.bounded_process import BoundedWork, answer_questions
 from loraplex.errors import EngineOverloadedError, EngineTimeoutError, InvalidRequestError
+from loraplex.processes.bounded import BoundedWork, answer_questions
 
 WORK = BoundedWork(
     name="tests",
-    module="tests.bounded_work",
+    module="tests.processes.bounded_work",
     cpu_s=0.5,
     answer_s=60.0,
     growth_bytes=2**28,
