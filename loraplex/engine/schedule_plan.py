@@ -179,13 +179,15 @@ class SchedulePlan:
 class SampledToken:
     """What the model runner made of a sampled sequence; `error` when there is no token.
 
-    has_odd_logits: the model gave NaN or no finite maximum, which speaks against the adapter or the base.
+    has_odd_logits: the model gave NaN or no finite maximum, which speaks against the adapter or the base. is_late: the
+    mask of its grammar was not there, so the next step runs the sequence's last token once more.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: LoraplexError | None = None
     has_odd_logits: bool = False
+    is_late: bool = False
 
 
 def token_output(

@@ -476,11 +476,13 @@ class Scheduler:
 
     def _commit_sequence(self, sequence: ScheduledSequence, sampled: Mapping[str, SampledToken]) -> TokenOutput | None:
         state = sequence.state
+        token = sampled[state.request.request_id] if sequence.is_sampled else None
         state.num_computed_tokens = sequence.end
+        if token is not None and token.is_late:
+            state.num_computed_tokens = state.num_scheduled_tokens = sequence.end - 1
         self._blocks.commit(state.request.request_id, state.token_ids, state.num_computed_tokens)
-        if not sequence.is_sampled:
+        if token is None or token.is_late:
             return None
-        token = sampled[state.request.request_id]
         if token.has_odd_logits:
             self._blocks.withdraw(state.request.request_id)
         if token.error is not None:
