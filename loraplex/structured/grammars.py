@@ -30,8 +30,8 @@ import numpy.typing as npt
 from loraplex.errors import InvalidRequestError, shortened
 from loraplex.structured.params import StructuredOutputsParams
 
-MAX_COMPILED = 32
-"""Kept, so that equal ones are compiled once."""
+MAX_COMPILED = 16
+"""Kept, so that equal ones are compiled once. With the states that masks add, one may take 60 MB."""
 NUM_COMPILE_THREADS = 2
 MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
