@@ -28,9 +28,11 @@ from loraplex.server.tenants.api import TenantRoutes
 from loraplex.server.tenants.usage_api import UsageRoutes
 from loraplex.server.tokenize_api import TokenizeRoutes
 from loraplex.server.urls import KnownUrls, TrailingSlash
+from loraplex.server.wires.openai_responses import ResponsesRoutes
 
 ROUTES = (
     OpenAIRoutes,
+    ResponsesRoutes,
     TokenizeRoutes,
     AdapterRoutes,
     MemoryRoutes,
