@@ -146,14 +146,11 @@ class PartsRenderer(ABC):
     def failure(self, error: Exception) -> bytes:
         """What a stream says of an error."""
 
-    def see(self, delta: Delta) -> None:
-        """What is new, before its steps."""
-
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         self.usage.add(0, outputs[0])
         (completion,) = outputs[0].outputs
         delta = self._cursor.advance(completion)
-        for _ in self._steps(completion, delta):
+        for _ in self.steps(completion, delta):
             pass
         return self.whole(completion)
 
@@ -179,13 +176,13 @@ class PartsRenderer(ABC):
             return
         cursor.has_finished = is_last
         delta = cursor.advance(completion)
-        for step in self._steps(completion, delta):
+        for step in self.steps(completion, delta):
             yield from self.step(step)
         if is_last:
             yield from self.closing(completion)
 
-    def _steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:
-        self.see(delta)
+    def steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:
+        """What becomes of a delta."""
         is_last = completion.finish_reason is not None
         said = AnswerDelta(delta.text) if self._parser is None else self._parser.feed(delta.text, is_last)
         self.has_calls |= bool(said.calls)

@@ -1,4 +1,4 @@
-"""OpenAI's POST /v1/responses over the chat path. Nothing is stored: a client sends the items of earlier turns again."""
+"""OpenAI's POST /v1/responses over the chat path. Nothing is stored: clients send the items of earlier turns again."""
 
 from __future__ import annotations
 
@@ -272,12 +272,13 @@ class ResponseRenderer(PartsRenderer):
             OutputTokensDetails(self.num_reasoning_tokens()),
         )
 
-    def see(self, delta: Delta) -> None:
-        """Its log probabilities are all of a text: `include` goes with no other kind of part."""
+    def steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:
+        """Log probabilities are all of a text: `include` goes with no other kind of part."""
         if self.request.logprobs and delta.logprobs is not None:
             known = [candidates for candidates in delta.logprobs if candidates is not None]
             num_top = self.request.top_logprobs
             self._logprobs += chat_logprobs(delta.token_ids, known, num_top, self._texts, self._room).content
+        return super().steps(completion, delta)
 
     def _unsent_logprobs(self) -> list[TokenLogprob]:
         new = self._logprobs[self._num_sent_logprobs :]

@@ -225,9 +225,9 @@ class ResponsesRequest(PassedFields):
     text: TextField | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: Annotated[
-        list[str], Field(max_length=len(INCLUDED)), documented(items={"enum": list(INCLUDED)})
-    ] = Field(default_factory=list)
+    include: Annotated[list[str], Field(max_length=len(INCLUDED)), documented(items={"enum": list(INCLUDED)})] = Field(
+        default_factory=list
+    )
     stream_options: StreamOptions | None = None
     metadata: SmallObject | None = None
     store: bool | None = None
