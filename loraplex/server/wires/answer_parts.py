@@ -21,7 +21,8 @@ from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.responses import AnswerRoom, UsageCounter, written_text
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import in_pieces
-from loraplex.text.tools.answer import AnswerDelta
+from loraplex.text.tools.answer import Thought
+from loraplex.text.tools.json_calls import CallDelta
 from loraplex.text.tools.wanted import AnswerReading
 
 
@@ -82,14 +83,14 @@ class AnswerParts:
         self._room = AnswerRoom()
         self._last_call = -1
 
-    def feed(self, said: AnswerDelta) -> Iterator[Step]:
-        if said.reasoning:
-            yield from self._write(PartKind.THOUGHTS, said.reasoning)
-        if said.content:
-            yield from self._write(PartKind.TEXT, said.content)
-        for call in said.calls:
-            is_new, self._last_call = call.index != self._last_call, call.index
-            yield from self._write(PartKind.CALL, call.arguments, call.name or "", is_new=is_new)
+    def feed(self, said: Thought | CallDelta | str) -> Iterator[Step]:
+        if isinstance(said, Thought):
+            yield from self._write(PartKind.THOUGHTS, said.text)
+        elif isinstance(said, CallDelta):
+            is_new, self._last_call = said.index != self._last_call, said.index
+            yield from self._write(PartKind.CALL, said.arguments, said.name or "", is_new=is_new)
+        elif said:
+            yield from self._write(PartKind.TEXT, said)
 
     def end(self) -> Iterator[Step]:
         """Of the answer. One that says nothing has a text that is empty."""
@@ -184,10 +185,10 @@ class PartsRenderer(ABC):
     def steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:
         """What becomes of a delta."""
         is_last = completion.finish_reason is not None
-        said = AnswerDelta(delta.text) if self._parser is None else self._parser.feed(delta.text, is_last)
-        self.has_calls |= bool(said.calls)
-        if said.reasoning:
-            self._thoughts.append(said.reasoning)
-        yield from self.parts.feed(said)
+        for said in [delta.text] if self._parser is None else self._parser.read(delta.text, is_last):
+            self.has_calls |= isinstance(said, CallDelta)
+            if isinstance(said, Thought):
+                self._thoughts.append(said.text)
+            yield from self.parts.feed(said)
         if is_last:
             yield from self.parts.end()

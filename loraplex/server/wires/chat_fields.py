@@ -83,7 +83,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except LoraplexError as error:
         name = names.get(error.param or "")
-        if name is not None:
+        is_sent = isinstance(error, ApiError) and error.code == "unknown_field"
+        if name is not None and not is_sent:
             error.args = (re.sub(rf"\b{error.param}\b", name, error.message, count=1),)
             error.param = name
         raise

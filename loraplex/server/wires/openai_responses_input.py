@@ -206,6 +206,12 @@ class StreamOptions(RequestModel):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
 
+class Reasoning(RequestModel):
+    """How a model thinks is its chat template's to say (`chat_template_kwargs`); a summary is none of this server's."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (), "summary": (), "generate_summary": ()}
+
+
 class ResponsesRequest(PassedFields):
     """`POST /v1/responses`."""
 
@@ -228,6 +234,7 @@ class ResponsesRequest(PassedFields):
         default_factory=list
     )
     stream_options: StreamOptions | None = None
+    reasoning: Reasoning | None = None
     metadata: SmallObject | None = None
     store: bool | None = None
     user: Label | None = None
@@ -254,7 +261,6 @@ class ResponsesRequest(PassedFields):
         "prompt": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
-        "reasoning": ({}, {"effort": None, "summary": None}),
         "service_tier": ("auto", "default"),
         "truncation": ("disabled",),
     }
