@@ -33,6 +33,7 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format": "text",
     "logprobs": "include",
 }
