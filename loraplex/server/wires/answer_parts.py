@@ -113,7 +113,10 @@ class AnswerParts:
 
 
 class PartsRenderer(ABC):
-    """One request's answer, of one completion, in the form that a subclass gives to its parts."""
+    """One request's answer, of one completion, in the form that a subclass gives to its parts.
+
+    num_thought_tokens: where thoughts and the rest come together, those of the thoughts' text.
+    """
 
     end = b""
 
@@ -124,7 +127,7 @@ class PartsRenderer(ABC):
         self.has_calls = False
         self._parser = reading.new_parser()
         self._cursor = Cursor()
-        self._thoughts: list[str] = []
+        self.num_thought_tokens = 0
         self.work_a_token = WORK_OF_PARSERS
 
     @abstractmethod
@@ -162,11 +165,8 @@ class PartsRenderer(ABC):
     def last_chunk(self) -> bytes:
         return b""
 
-    def num_reasoning_tokens(self) -> int:
-        """Of the thoughts, as the tokenizer reads their text."""
-        text = "".join(self._thoughts)
-        tokenizer = tokenizer_of(self.generation.items[0].target.text)
-        return len(tokenizer.encode(text, False)) if text else 0
+    def _num_tokens(self, text: str) -> int:
+        return len(tokenizer_of(self.generation.items[0].target.text).encode(text, False))
 
     def _events(self, completion: CompletionOutput) -> Iterator[bytes]:
         cursor = self._cursor
@@ -185,10 +185,16 @@ class PartsRenderer(ABC):
     def steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:
         """What becomes of a delta."""
         is_last = completion.finish_reason is not None
+        thoughts: list[str] = []
+        is_only_thoughts = True
         for said in [delta.text] if self._parser is None else self._parser.read(delta.text, is_last):
-            self.has_calls |= isinstance(said, CallDelta)
             if isinstance(said, Thought):
-                self._thoughts.append(said.text)
+                thoughts.append(said.text)
+            else:
+                is_only_thoughts &= not said
+                self.has_calls |= isinstance(said, CallDelta)
             yield from self.parts.feed(said)
+        if thoughts:
+            self.num_thought_tokens += len(delta.token_ids) if is_only_thoughts else self._num_tokens("".join(thoughts))
         if is_last:
             yield from self.parts.end()

@@ -271,7 +271,7 @@ class ResponseRenderer(PartsRenderer):
             usage.completion_tokens,
             usage.total_tokens,
             None if details is None else InputTokensDetails(details.cached_tokens),
-            OutputTokensDetails(self.num_reasoning_tokens()),
+            OutputTokensDetails(self.num_thought_tokens),
         )
 
     def steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:

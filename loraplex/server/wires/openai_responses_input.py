@@ -242,7 +242,6 @@ class ResponsesRequest(PassedFields):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 
-    bulk: ClassVar[frozenset[str]] = frozenset({"input", "instructions", "tools", "text"})
     hints: ClassVar[frozenset[str]] = frozenset(("metadata", "store", "user", "safety_identifier", "prompt_cache_key"))
     aliases: ClassVar[Mapping[str, str]] = {
         **PassedFields.aliases,

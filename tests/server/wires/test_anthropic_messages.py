@@ -247,6 +247,8 @@ async def test_tokens_are_counted(client: httpx.AsyncClient, engine: FakeAsyncEn
     fields = {"messages": HI, "system": "be brief", "tools": [SUB]}
     counted = await client.post(f"{URL}/count_tokens", json={"model": "base", **fields})
     assert not engine.requests
+    refused = await client.post(f"{URL}/count_tokens", json=body())
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
     assert counted.json() == {"input_tokens": (await respond(client, **fields))["usage"]["input_tokens"]}
 
 
