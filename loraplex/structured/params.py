@@ -125,13 +125,45 @@ class StructuredOutputsParams:
                 _refuse(f"{self.kind} is no JSON schema: {shown(str(error))}")
         if not isinstance(schema, Mapping) or (self.kind == "calls" and not schema):
             _refuse(f"{self.kind} must be a JSON schema: an object")
-        _check_schema(schema)
+        self._check_schema(schema)
         try:
             text = json.dumps(schema, separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError) as error:
             _refuse(f"{self.kind} is no JSON schema: {shown(str(error))}")
         self._check_bytes(text)
         object.__setattr__(self, self.kind, text)
+
+    def _check_schema(self, schema: Mapping[str, Any]) -> None:
+        """Depth, values and characters, level by level, before anything reads it whole; and numbers that make an
+        automaton too large."""
+        level: list[Any] = [schema]
+        num_values = num_chars = pattern_bytes = 0
+        divisors: set[int] = set()
+        for _ in range(MAX_SCHEMA_DEPTH):
+            num_values += len(level)
+            if num_values > MAX_SCHEMA_VALUES:
+                _refuse(f"the JSON schema has more than {MAX_SCHEMA_VALUES} values: make it smaller")
+            num_chars += sum(map(_num_chars, level))
+            if num_chars > MAX_GRAMMAR_BYTES:
+                _refuse(f"{self.kind} has more than {MAX_GRAMMAR_BYTES} bytes: make it shorter")
+            below: list[Any] = []
+            for item in level:
+                if isinstance(item, Mapping):
+                    divisors.add(_num_remainders(item.get("multipleOf")))
+                    pattern_bytes += sum(map(_num_bytes, _patterns(item)))
+                    below += item.values()
+                elif isinstance(item, list | tuple):
+                    below += item
+                elif isinstance(item, int | float) and not abs(item) <= MAX_NUMBER:
+                    _refuse(f"a number of the JSON schema is not within +-{MAX_NUMBER}")
+            if math.prod(divisors) > MAX_MULTIPLE_OF:
+                _refuse(f"multipleOf has too many digits: at most {MAX_MULTIPLE_OF} without the point, multiplied")
+            if pattern_bytes > MAX_PATTERN_BYTES:
+                _refuse(f"the patterns of the JSON schema have more than {MAX_PATTERN_BYTES} bytes: make them shorter")
+            if not below:
+                return
+            level = below
+        _refuse(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: use $defs")
 
     def _check_bytes(self, text: str) -> None:
         most = MAX_PATTERN_BYTES if self.kind == "regex" else MAX_GRAMMAR_BYTES
@@ -141,33 +173,18 @@ class StructuredOutputsParams:
             _refuse(f"{self.kind} is no valid Unicode text")
 
 
-def _check_schema(schema: Mapping[str, Any]) -> None:
-    """Depth and values, level by level; and numbers that make an automaton too large."""
-    level: list[Any] = [schema]
-    num_values = pattern_bytes = 0
-    divisors: set[int] = set()
-    for _ in range(MAX_SCHEMA_DEPTH):
-        num_values += len(level)
-        if num_values > MAX_SCHEMA_VALUES:
-            _refuse(f"the JSON schema has more than {MAX_SCHEMA_VALUES} values: make it smaller")
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                divisors.add(_num_remainders(item.get("multipleOf")))
-                pattern_bytes += sum(len(each.encode(errors="replace")) for each in _patterns(item))
-                below += item.values()
-            elif isinstance(item, list | tuple):
-                below += item
-            elif isinstance(item, int | float) and not abs(item) <= MAX_NUMBER:
-                _refuse(f"a number of the JSON schema is not within +-{MAX_NUMBER}")
-        if math.prod(divisors) > MAX_MULTIPLE_OF:
-            _refuse(f"multipleOf has too many digits: at most {MAX_MULTIPLE_OF} without the point, multiplied")
-        if pattern_bytes > MAX_PATTERN_BYTES:
-            _refuse(f"the patterns of the JSON schema have more than {MAX_PATTERN_BYTES} bytes: make them shorter")
-        if not below:
-            return
-        level = below
-    _refuse(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: use $defs")
+def _num_bytes(text: str) -> int:
+    """At most MAX_GRAMMAR_BYTES of characters are looked at."""
+    return len(text[:MAX_GRAMMAR_BYTES].encode(errors="replace"))
+
+
+def _num_chars(item: Any) -> int:
+    """Of a text, or of the keys of an object, without those of what they hold."""
+    if isinstance(item, str):
+        return len(item)
+    if not isinstance(item, Mapping):
+        return 0
+    return len(item) if len(item) > MAX_GRAMMAR_BYTES else sum(len(key) for key in item if isinstance(key, str))
 
 
 def _patterns(item: Mapping[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import pytest
 from loraplex import SamplingParams, StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend import messages as msg
+from loraplex.structured import params
 from loraplex.structured.params import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 from tests.frontend.test_messages import REQUEST
 
@@ -56,6 +57,30 @@ def test_refusals(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as refused:
         StructuredOutputsParams(**fields)
     assert refused.value.param == "structured_outputs"
+
+
+LONG = "\u00e9" * (MAX_GRAMMAR_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"description": LONG},
+        {"items": {LONG: 1}},
+        {"pattern": LONG},
+        {"patternProperties": {LONG: {}}},
+        {"anyOf": [{"const": LONG}]},
+        {"properties": {str(number): None for number in range(MAX_GRAMMAR_BYTES + 1)}},
+    ],
+)
+@pytest.mark.parametrize("kind", ["json", "calls"])
+def test_a_long_schema_is_refused_before_it_is_written(
+    kind: str, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To write a text of 16 MiB as JSON is one call of 70 ms, in which no other thread runs."""
+    monkeypatch.setattr(params.json, "dumps", lambda *arguments, **named: pytest.fail("written"))
+    with pytest.raises(InvalidRequestError, match=r"bytes: make|values: make"):
+        StructuredOutputsParams(**{kind: schema})
 
 
 def test_fields_by_name() -> None:
