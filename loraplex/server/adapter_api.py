@@ -194,6 +194,7 @@ class AdapterRoutes:
 
         def listed() -> bytes:
             infos = () if registry is None else filter(query.has, registry.infos(scope.query(query.names)))
+            infos = query.ordered(infos)
             return encode_list(((scope.shown(info.ref.adapter_name), card(info)) for info in infos), query)
 
         return await self._view(request, listed)
