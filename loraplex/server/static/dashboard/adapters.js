@@ -4,12 +4,12 @@ import { adapterPath, ask, call, withQuery } from "./api.js";
 import { byId, keepChildren, make, setCells, setShown, setText } from "./dom.js";
 import * as format from "./format.js";
 
-const PAGE = 50;
+const PAGE = 25;
 const WAIT_MS = 250;
 const COLUMNS = [
   ["State", "", (card) => stateOf(card)],
   ["Bytes", "number", (card) => format.bytes(card.bytes)],
-  ["Rank", "number", (card) => format.count(card.rank)],
+  ["Rank", "number", (card) => format.count(card.rank || null)],
   ["Running", "number", (card) => format.count(card.references)],
   ["Requests", "number", (card) => format.count(card.requests)],
   ["Last used", "number", (card) => format.ago(card.last_used_time)],
@@ -139,7 +139,7 @@ export class AdaptersView {
     const facts = [
       ["State", card.tier && stateOf(card)],
       ["Bytes", card.bytes == null ? null : format.bytes(card.bytes)],
-      ["Rank", format.count(card.rank)],
+      ["Rank", card.rank ? format.count(card.rank) : null],
       ["Version", format.count(card.version)],
       [
         "Versions kept",

@@ -78,6 +78,7 @@ async function permitted(asked) {
 }
 
 async function start() {
+  SECTIONS.forEach((section) => open(section, false));
   const me = await ask("/v1/key");
   const [version, models] = await Promise.all([ask("/version"), ask("/v1/models?limit=1")]);
   setText(byId("model"), models.data[0]?.id ?? "");

@@ -6,6 +6,7 @@ import * as format from "./format.js";
 
 const KEPT = 500;
 const SHOWN = 200;
+const DRAW_MS = 500;
 const KINDS = [
   "load",
   "load_failed",
@@ -76,11 +77,11 @@ export class EventsView {
     }
   }
 
-  /** Many events of a moment are drawn at once. */
+  /** Events of half a second are drawn at once. */
   enqueue(event) {
     this.lastId = event.id ?? this.lastId;
     this.queue.push(event);
-    if (this.queue.length === 1) requestAnimationFrame(() => this.add(this.queue.splice(0)));
+    if (this.queue.length === 1) setTimeout(() => this.add(this.queue.splice(0)), DRAW_MS);
     else if (this.queue.length > KEPT) this.queue.splice(1, this.queue.length - KEPT);
   }
 

@@ -18,8 +18,10 @@ const NAMES = {
 const USED = ["requests", "prompt_tokens", "generated_tokens", "errors", "waiting_s"];
 const USAGE_COLUMNS = ["Requests", "Prompt tokens", "Generated tokens", "Errors", "Waited"];
 
-const limitOf = ([name, value]) =>
-  `${name === "adapter_bytes" ? format.bytes(value) : format.number(value)} ${NAMES[name] ?? name.replaceAll("_", " ")}`;
+const limitOf = ([name, value]) => {
+  const amount = name === "adapter_bytes" ? format.bytes(value) : format.number(value);
+  return `${amount} ${NAMES[name] ?? name.replaceAll("_", " ")}`;
+};
 
 const limitsOf = (quota) => Object.entries(quota).map(limitOf).join(", ");
 

@@ -103,7 +103,8 @@ export class TrafficView {
       byId("tiles"),
       tiles,
       ([label]) => label,
-      ([label]) => make("div", {}, make("dt", { text: label }), make("dd")),
+      ([label]) =>
+        make("div", { class: label.includes("p50") ? "wide" : "" }, make("dt", { text: label }), make("dd")),
       (tile, [, value]) => setText(tile.lastElementChild, value),
     );
   }
@@ -127,14 +128,12 @@ export class TrafficView {
     const most = evictions[0]?.[1] || 1;
     showBars(
       byId("evictions"),
-      evictions
-        .slice(0, 8)
-        .map(([cause, value]) => ({
-          label: cause.replace("_", ": ").replaceAll("_", " "),
-          share: value / most,
-          text: format.count(value),
-          color: "c4",
-        })),
+      evictions.slice(0, 8).map(([cause, value]) => ({
+        label: cause.replace("_", ": ").replaceAll("_", " "),
+        share: value / most,
+        text: format.count(value),
+        color: "c4",
+      })),
       "None since the engine started.",
     );
   }
