@@ -4,7 +4,7 @@
 
 It needs no other site: the server, its tenants, a few hundred adapters made of the demo's and the load are this
 script's own, in a temporary folder. It ends with an error when the browser's console has one, or a refresh of the page
-takes the browser's main thread longer than MAX_TASK_MS.
+takes more than MAX_REFRESH_MS of the browser's main thread.
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ from loraplex.demo.tasks import ADAPTERS, adapter_path, assets_path
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 ADMIN_KEY = "admin-key-of-the-screenshots"
-MAX_TASK_MS = 100
+MAX_REFRESH_MS = 100
+REFRESH_S = 2
 TENANTS = {"acme": {"tokens_per_minute": 2000000, "pins": 8}, "globex": {"concurrency": 32}, "initech": {}}
 WORDS = ("sales", "support", "legal", "sql", "summaries", "claims", "triage", "search", "intake", "tone")
-LONG_TASKS = """
-window.longTasks = [];
-new PerformanceObserver((list) => window.longTasks.push(...list.getEntries().map((entry) => entry.duration)))
-  .observe({ type: "longtask", buffered: true });
-"""
 
 
 def make_adapters(folder: Path, num: int) -> Iterator[tuple[str, str, Path]]:
@@ -59,10 +55,12 @@ def server(folder: Path, port: int) -> Iterator[str]:
     command = [
         *(sys.executable, "-m", "loraplex", "serve", str(assets_path() / "base"), "--served-model-name", "demo"),
         *("--port", str(port), "--state-dir", str(folder / "state"), "--adapter-root", str(folder / "adapters")),
-        *("--admin-api-key", ADMIN_KEY, "--adapter-memory-bytes", str(24 << 20), "--kv-cache-memory-bytes", "64MiB"),
-        *("--host-memory-bytes", str(48 << 20), "--disk-cache-dir", str(folder / "cache"), "--monitor-interval-s", "2"),
+        *("--admin-api-key", ADMIN_KEY, "--disk-cache-dir", str(folder / "cache"), "--monitor-interval-s", "2"),
+        *("--adapter-memory-bytes", str(24 << 20), "--host-memory-bytes", str(48 << 20)),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
     ]
-    process = subprocess.Popen([part.replace("64MiB", str(64 << 20)) for part in command])
+    (folder / "adapters").mkdir()
+    process = subprocess.Popen(command)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -117,7 +115,7 @@ async def open_page(browser: Browser, url: str, key: str, **options: Any) -> tup
     complaints: list[str] = []
     page.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    await page.add_init_script(f"sessionStorage.setItem('loraplex-key', {key!r});{LONG_TASKS}")
+    await page.add_init_script(f"sessionStorage.setItem('loraplex-key', {key!r})")
     await page.goto(f"{url}/dashboard")
     await page.wait_for_selector("#adapter-rows tr")
     return page, complaints
@@ -133,15 +131,29 @@ async def take(browser: Browser, url: str, keys: dict[str, str], seconds: float,
     }
     await asyncio.sleep(seconds)
     for name, (page, complaints) in shots.items():
+        refresh_ms = await measure(page)
+        print(f"{name}: {refresh_ms:.0f} ms of the main thread for a refresh, paint included")
         await page.select_option("#window", "300")
         if name == "dashboard-dark":
             await page.locator("#adapter-rows button").first.click()
             await page.wait_for_selector("#adapter-verbs button")
-        tasks = [round(task) for task in await page.evaluate("window.longTasks")]
-        print(f"{name}: tasks of the main thread over 50 ms: {tasks or 'none'}")
         await page.screenshot(path=out / f"{name}.png", full_page=name == "dashboard-light")
-        if complaints or max(tasks, default=0) > MAX_TASK_MS:
-            raise SystemExit(f"{name}: {complaints or tasks}")
+        if complaints or refresh_ms > MAX_REFRESH_MS:
+            raise SystemExit(f"{name}: {complaints or refresh_ms}")
+
+
+async def measure(page: Page) -> float:
+    """Milliseconds of the main thread for each refresh, of everything that the page does in ten of them."""
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable")
+
+    async def busy_s() -> float:
+        metrics = await session.send("Performance.getMetrics")
+        return next(float(each["value"]) for each in metrics["metrics"] if each["name"] == "TaskDuration")
+
+    before = await busy_s()
+    await asyncio.sleep(10 * REFRESH_S)
+    return (await busy_s() - before) / 10 * 1e3
 
 
 async def run(options: argparse.Namespace, folder: Path, url: str) -> None:

@@ -119,9 +119,6 @@ def _takes_gzip(accepted: str) -> bool:
     return any(re.fullmatch(r"\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*$).*)?", each.lower()) for each in accepted.split(","))
 
 
-MODULES = ("adapters", "api", "app", "charts", "dom", "events", "format", "memory", "metrics", "series", "tenants", "traffic")
-
-
 def _asset(path: Path, media_type: str) -> Page:
     """A file of the docs page. It changes with the version of Loraplex alone."""
     headers = {"Cache-Control": "public, max-age=3600"}
@@ -138,8 +135,8 @@ DASHBOARD_ASSETS = {
     "/dashboard/uplot.css": Page((STATIC / "uplot" / "uplot.css.gz").read_bytes, "text/css", True),
     "/dashboard/dashboard.css": Page((STATIC / "dashboard" / "dashboard.css").read_bytes, "text/css"),
     **{
-        f"/dashboard/{name}.js": Page((STATIC / "dashboard" / f"{name}.js").read_bytes, "text/javascript")
-        for name in MODULES
+        f"/dashboard/{path.name}": Page(path.read_bytes, "text/javascript")
+        for path in sorted((STATIC / "dashboard").glob("*.js"))
     },
 }
 DASHBOARD = Page(

@@ -60,6 +60,8 @@ export class AdaptersView {
     byId("filters").addEventListener("submit", (event) => event.preventDefault());
     byId("filters").addEventListener("input", () => {
       clearTimeout(timer);
+      this.asked = null; // what is under way is of the filters before
+      byId("next").disabled = byId("previous").disabled = true;
       timer = setTimeout(() => this.go([], ""), WAIT_MS);
     });
     byId("next").addEventListener("click", () => this.last && this.go([...this.before, this.after], this.last));
@@ -75,12 +77,12 @@ export class AdaptersView {
   }
 
   async refresh() {
-    const query = { contains: byId("contains").value, limit: PAGE, after: this.after };
+    const query = { contains: byId("name-filter").value, limit: PAGE, after: this.after };
     if (this.isOperator) {
       Object.assign(query, {
-        state: byId("state").value,
-        order: byId("order").value,
-        pinned: byId("pinned").checked ? "true" : "",
+        state: byId("state-filter").value,
+        order: byId("order-filter").value,
+        pinned: byId("pinned-filter").checked ? "true" : "",
       });
     }
     const asked = JSON.stringify(query);
