@@ -122,7 +122,7 @@ async def open_page(browser: Browser, url: str, key: str, **options: Any) -> tup
 
 
 async def take(browser: Browser, url: str, keys: dict[str, str], seconds: float, out: Path) -> None:
-    desktop, phone = {"width": 1360, "height": 900}, {"width": 400, "height": 860}
+    desktop, phone = {"width": 1360, "height": 1180}, {"width": 400, "height": 860}
     shots = {
         "dashboard-light": await open_page(browser, url, ADMIN_KEY, viewport=desktop, color_scheme="light"),
         "dashboard-dark": await open_page(browser, url, ADMIN_KEY, viewport=desktop, color_scheme="dark"),
@@ -132,20 +132,21 @@ async def take(browser: Browser, url: str, keys: dict[str, str], seconds: float,
     await asyncio.sleep(seconds)
     for name, (page, complaints) in shots.items():
         refresh_ms = await measure(page)
-        print(f"{name}: {refresh_ms:.0f} ms of the main thread for a refresh, paint included")
-        await page.select_option("#window", "300")
+        print(f"{name}: {refresh_ms:.0f} ms of the main thread for a refresh")
+        if await page.is_visible("#window"):
+            await page.select_option("#window", "300")
         if name == "dashboard-dark":
             await page.locator("#adapter-rows button").first.click()
             await page.wait_for_selector("#adapter-verbs button")
-        await page.screenshot(path=out / f"{name}.png", full_page=name == "dashboard-light")
+        await page.screenshot(path=out / f"{name}.png")
         if complaints or refresh_ms > MAX_REFRESH_MS:
             raise SystemExit(f"{name}: {complaints or refresh_ms}")
 
 
 async def measure(page: Page) -> float:
-    """Milliseconds of the main thread for each refresh, of everything that the page does in ten of them."""
+    """CPU milliseconds of the main thread for each refresh, of everything that the page does in ten of them."""
     session = await page.context.new_cdp_session(page)
-    await session.send("Performance.enable")
+    await session.send("Performance.enable", {"timeDomain": "threadTicks"})  # its own, on a busy machine too
 
     async def busy_s() -> float:
         metrics = await session.send("Performance.getMetrics")

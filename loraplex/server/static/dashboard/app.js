@@ -90,6 +90,8 @@ async function start() {
   let memory = null;
   let hasMetrics = me.tenant === null;
   open("traffic", hasMetrics);
+  if (me.tenant !== null) byId("main").insertBefore(byId("tenants"), byId("adapters"));
+  setShown(byId("window").parentElement, hasMetrics || me.sees_inside);
   if (me.sees_inside) {
     open("memory");
     open("events");
