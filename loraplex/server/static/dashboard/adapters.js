@@ -76,6 +76,11 @@ export class AdaptersView {
     return this.refresh().catch(this.refused);
   }
 
+  /** Rows stay where they are while one is pointed at: a click is of the row that was aimed at. */
+  async poll() {
+    if (!byId("adapter-rows").matches(":hover")) await this.refresh();
+  }
+
   async refresh() {
     const query = { contains: byId("name-filter").value, limit: PAGE, after: this.after };
     if (this.isOperator) {

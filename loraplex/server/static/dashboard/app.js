@@ -122,7 +122,7 @@ async function start() {
     showHealth(health, look);
     draw();
   });
-  repeat(LIST_MS, () => adapters.refresh());
+  repeat(LIST_MS, () => adapters.poll());
   repeat(USAGE_MS, async () => open("tenants", await tenants.refresh()));
 }
 
