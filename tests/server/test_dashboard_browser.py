@@ -90,6 +90,7 @@ def test_names_and_texts_of_others_stay_text(open_page: Open) -> None:
     with LiveServer(engine) as server:
         page = open_page(server)
         page.wait_for_selector("#event-list li")
+        page.wait_for_selector("#adapter-rows tr")
         assert set(page.locator("#adapter-rows th").all_inner_texts()) == set(HOSTILE)
         assert EVENT in page.locator("#event-list").inner_text()
         page.get_by_role("button", name=HOSTILE[0], exact=True).click()
