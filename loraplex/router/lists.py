@@ -78,6 +78,9 @@ class Lists:
         return await until_disconnect(request, self._in_turn(request, "id"))
 
     async def adapters(self, request: Request) -> Response:
+        """Raises ApiError for an order of values, which are each replica's own."""
+        if request.query_params.get("order", "name") != "name":
+            raise ApiError("order: a list of several replicas is in the order of names; ask a replica", param="order")
         return await until_disconnect(request, self._in_turn(request, "name"))
 
     async def _in_turn(self, request: Request, field: str) -> Response:

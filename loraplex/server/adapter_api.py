@@ -193,7 +193,8 @@ class AdapterRoutes:
             )
 
         def listed() -> bytes:
-            infos = () if registry is None else filter(query.has, registry.infos(scope.query(query.names)))
+            found = () if registry is None else filter(query.has, registry.infos(scope.query(query.names)))
+            infos = query.ordered(found)
             return encode_list(((scope.shown(info.ref.adapter_name), card(info)) for info in infos), query)
 
         return await self._view(request, listed)

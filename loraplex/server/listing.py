@@ -6,12 +6,14 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, NameQuery
+from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.responses import ListReply, encode
 
 MAX_PAGE = 1000
@@ -37,16 +39,47 @@ class PageQuery(BaseModel):
         return NameQuery(self.prefix, self.contains, self.after, is_sorted=self.is_page)
 
 
+_ORDERS: Mapping[str, Callable[[AdapterInfo], float]] = {
+    "bytes": lambda info: info.nbytes,
+    "last_used": lambda info: info.last_used_time,
+    "requests": lambda info: info.num_requests,
+}
+
+
 class AdapterQuery(PageQuery):
-    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), those pinned or not."""
+    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), those pinned or not. order:
+    of names, or the most first."""
 
     state: Literal["device", "host", "disk", "source", "loading", "failed"] | None = None
     pinned: bool | None = None
+    order: Literal["name", "bytes", "last_used", "requests"] = "name"
+
+    @property
+    def names(self) -> NameQuery:
+        names = super().names
+        return names if self.order == "name" else replace(names, after="")
 
     @property
     def operators_field(self) -> str | None:
         """A parameter that tells what is the operator's to know."""
+        if self.order != "name":
+            return "order"
         return next((name for name in ("state", "pinned") if getattr(self, name) is not None), None)
+
+    def ordered(self, infos: Iterable[AdapterInfo]) -> Iterable[AdapterInfo]:
+        """By `order`, and those behind `after`, whose place is that of its values now. Raises ApiError when it is not
+        among them any longer."""
+        if self.order == "name":
+            return infos
+        value = _ORDERS[self.order]
+        found = sorted(infos, key=lambda info: (-value(info), info.ref.adapter_name))
+        if not self.after:
+            return found
+        for place, info in enumerate(found, 1):
+            if info.ref.adapter_name == self.after:
+                return found[place:]
+        text = f"adapter {clipped(self.after)!r} is not in this list any longer; begin again without `after`"
+        raise ApiError(text, param="after")
 
     def has(self, info: AdapterInfo) -> bool:
         if self.pinned is not None and info.is_pinned is not self.pinned:

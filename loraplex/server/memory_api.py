@@ -120,7 +120,8 @@ class RunnerCard(msgspec.Struct, frozen=True):
 class MemoryReply(msgspec.Struct, frozen=True):
     """Where there are several runners, `runners` has each, and the rest is of all together.
 
-    Sizes are bytes, times Unix seconds, shares 0 to 1; `chunks` by address, `history` oldest first.
+    Sizes are bytes, times Unix seconds, shares 0 to 1; `chunks` by address, `history` oldest first. found: requests of
+    adapters since the engine started, by the tier that had them.
     """
 
     mode: str
@@ -140,6 +141,7 @@ class MemoryReply(msgspec.Struct, frozen=True):
     counters: Mapping[str, float]
     history: list[SampleCard]
     merged: list[MergedCard]
+    found: Mapping[str, int] = {}
     top_adapters: list[AdapterCard] | None = None
     object: str = "memory"
     runners: list[RunnerCard] | msgspec.UnsetType = msgspec.UNSET
@@ -170,6 +172,7 @@ class MemoryReply(msgspec.Struct, frozen=True):
             counters=report.counters,
             history=[SampleCard.of(sample) for sample in report.history],
             merged=[MergedCard(each, names.get(each)) for each in report.merged],
+            found=report.found,
             top_adapters=None if adapters is None else [AdapterCard.of(info) for info in adapters],
             runners=[RunnerCard.of(each) for each in runners] if runners else msgspec.UNSET,
         )

@@ -1,4 +1,8 @@
-"""Pages for a browser: `/` says what is where, `/docs` is Swagger UI. They load nothing from other sites."""
+"""Pages for a browser: `/` says what is where, `/docs` is Swagger UI, `/dashboard` shows what happens.
+
+They load nothing from other sites. The dashboard is files alone: all that it shows comes from documented routes, asked
+by the browser with the key that its reader entered.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ from loraplex.server.responses import encode
 
 STATIC = Path(__file__).with_name("static")
 LINKS = {
+    "dashboard": "/dashboard",
     "docs": "/docs",
     "openapi": "/openapi.json",
     "models": "/v1/models",
@@ -33,6 +38,7 @@ LINKS = {
     "version": "/version",
 }
 ABOUT = {
+    "dashboard": "what happens here, as it happens",
     "docs": "every route, to read and to try",
     "openapi": "the same for programs",
     "models": "the base model and its adapters",
@@ -59,6 +65,12 @@ def _policy(style: str, script: str = "'none'") -> str:
 
 INDEX_POLICY = _policy(f"'sha256-{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'")
 DOCS_POLICY = _policy("'self'", "'self'")
+DASHBOARD_POLICY = f"{DOCS_POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"
+"""No text of an adapter or an event becomes markup or code, whatever a script does: names and texts are hostile."""
+
+
+NO_CACHE = {"Cache-Control": "no-cache"}
+"""Asked for again each time, and answered with 304: modules of two versions never run together."""
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -80,7 +92,7 @@ class Page:
     load: Callable[[], bytes]
     media_type: str
     is_packed: bool = False
-    headers: Mapping[str, str] = field(default_factory=lambda: {"Cache-Control": "no-cache"})
+    headers: Mapping[str, str] = field(default_factory=lambda: NO_CACHE)
 
     @cached_property
     def _packed(self) -> bytes:
@@ -118,12 +130,26 @@ ASSETS = {
     "/docs/swagger-ui.css": _asset(STATIC / "swagger-ui" / "swagger-ui.css.gz", "text/css"),
     "/docs/docs.js": _asset(STATIC / "docs.js", "text/javascript"),
 }
+DASHBOARD_ASSETS = {
+    "/dashboard/uplot.js": Page((STATIC / "uplot" / "uplot.js.gz").read_bytes, "text/javascript", True),
+    "/dashboard/uplot.css": Page((STATIC / "uplot" / "uplot.css.gz").read_bytes, "text/css", True),
+    "/dashboard/dashboard.css": Page((STATIC / "dashboard" / "dashboard.css").read_bytes, "text/css"),
+    **{
+        f"/dashboard/{path.name}": Page(path.read_bytes, "text/javascript")
+        for path in sorted((STATIC / "dashboard").glob("*.js"))
+    },
+}
+DASHBOARD = Page(
+    (STATIC / "dashboard" / "dashboard.html").read_bytes,
+    "text/html",
+    headers={**NO_CACHE, "Content-Security-Policy": DASHBOARD_POLICY},
+)
 DOCS = Page(
     (STATIC / "docs.html").read_bytes,
     "text/html",
     headers={"Cache-Control": "no-cache", "Content-Security-Policy": DOCS_POLICY},
 )
-PAGE_PATHS = frozenset({"/", "/docs", "/openapi.json", *ASSETS})
+PAGE_PATHS = frozenset({"/", "/docs", "/dashboard", "/openapi.json", *ASSETS, *DASHBOARD_ASSETS})
 """They are the same on every server of a version, so they need no key; `/` names models only where none is needed."""
 
 
@@ -137,7 +163,8 @@ class PageRoutes:
         router.add_api_route("/", self.index, methods=["GET", "HEAD"])
         router.add_api_route("/docs", self.docs, methods=["GET", "HEAD"])
         router.add_api_route("/openapi.json", self.schema, methods=["GET", "HEAD"])
-        for path in ASSETS:
+        router.add_api_route("/dashboard", self.dashboard, methods=["GET", "HEAD"])
+        for path in (*ASSETS, *DASHBOARD_ASSETS):
             router.add_api_route(path, self.asset, methods=["GET", "HEAD"])
         return router
 
@@ -156,6 +183,10 @@ class PageRoutes:
         return DOCS.respond(request)
 
     @requires(Access.OPEN)
+    async def dashboard(self, request: Request) -> Response:
+        return DASHBOARD.respond(request)
+
+    @requires(Access.OPEN)
     async def schema(self, request: Request) -> Response:
         """Made once, in a thread: that takes a tenth of a second."""
         if self._schema is None:
@@ -164,7 +195,8 @@ class PageRoutes:
 
     @requires(Access.OPEN)
     async def asset(self, request: Request) -> Response:
-        return ASSETS[request.scope["path"]].respond(request)
+        path = request.scope["path"]
+        return (ASSETS.get(path) or DASHBOARD_ASSETS[path]).respond(request)
 
 
 def _schema_page(app: FastAPI) -> Page:

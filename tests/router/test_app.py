@@ -16,7 +16,7 @@ from loraplex.testing import FakeAsyncEngine
 from tests.router.parts import completion, replicas, router
 
 OWN_OF_A_SERVER = re.compile(
-    r"/v1/(memory|events|profile|keys|tenants|shares|usage)|/openapi.json|/docs|/redoc|/$|/favicon"
+    r"/v1/(memory|events|profile|keys?|tenants|shares|usage)|/openapi.json|/docs|/dashboard|/redoc|/$|/favicon"
 )
 """docs/guides/several-replicas.md: they are the replicas'."""
 

@@ -71,6 +71,13 @@ async def test_a_refusal_does_not_wait_for_a_replica_that_hangs() -> None:
             assert (await front.client.get("/v1/adapters")).status_code == 401
 
 
+async def test_an_order_of_values_is_a_replicas_own() -> None:
+    async with replicas(1) as (a,), router([a.name]) as front:
+        refused = await front.client.get("/v1/adapters?order=bytes")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "order")
+        assert (await front.client.get("/v1/adapters?order=name")).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body",
     [b"[" * 100_000, b'{"data":' + b"[" * 100_000, b'{"data":[3]}', b'{"data":[{"name":3}]}', b"{}", b"", b"\xff"],

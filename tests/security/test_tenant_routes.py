@@ -58,6 +58,7 @@ ROUTES = {
     "GET /v1/tenants/{tenant}": Access.MANAGE,
     "PUT /v1/tenants/{tenant}": Access.MANAGE_VERB,
     "DELETE /v1/tenants/{tenant}": Access.MANAGE_VERB,
+    "GET /v1/key": Access.READ,
     "GET /v1/keys": Access.MANAGE,
     "POST /v1/keys": Access.MANAGE_VERB,
     "DELETE /v1/keys/{key_id}": Access.MANAGE_VERB,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from loraplex.adapters.registry import views
+from loraplex.adapters.registry import NameQuery, views
 from loraplex.core import AdapterResidency
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.adapter_schemas import AdapterCard
+from loraplex.server.api_error import ApiError
+from loraplex.server.listing import AdapterQuery
 from loraplex.server.responses import ModelCard
 from loraplex.testing import FakeAsyncEngine
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
@@ -104,7 +107,8 @@ async def test_filters_of_models(client: httpx.AsyncClient) -> None:
         ("/v1/adapters?limit=x", "limit"),
         ("/v1/adapters?state=gone", "state"),
         ("/v1/models?state=device", "state"),
-        ("/v1/adapters?order=name", "order"),
+        ("/v1/adapters?order=size", "order"),
+        ("/v1/models?order=name", "order"),
     ],
 )
 async def test_what_a_list_does_not_take_is_400(client: httpx.AsyncClient, url: str, field: str) -> None:
@@ -112,7 +116,7 @@ async def test_what_a_list_does_not_take_is_400(client: httpx.AsyncClient, url: 
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
-@pytest.mark.parametrize("field", ["state=device", "pinned=true"])
+@pytest.mark.parametrize("field", ["state=device", "pinned=true", "order=bytes"])
 async def test_what_is_the_operators_is_not_found_out_by_a_filter(engine: FakeAsyncEngine, field: str) -> None:
     user, admin = "u" * 32, "a" * 32
     config = ServerConfig(api_keys=(user,), admin_api_keys=(admin,))
@@ -177,3 +181,39 @@ async def test_the_engine_is_asked_for_a_part_at_a_time_and_for_no_more_than_is_
     await client.get("/v1/adapters?limit=1")
     await client.get("/v1/adapters?prefix=sql-2")
     assert asked == [1, 2, 1]
+
+
+@pytest.mark.parametrize("order", ["bytes", "last_used", "requests"])
+async def test_an_order_of_values_has_the_most_first_and_pages(engine: FakeAsyncEngine, order: str) -> None:
+    assert engine.registry is not None
+    infos = [
+        replace(info, nbytes=num % 3, last_used_time=num % 3, num_requests=num % 3)
+        for num, info in enumerate(engine.registry.infos(NameQuery(is_sorted=True)))
+    ]
+    expected = ["sql-1", "mid", "zeta", "alpha", "sql-2"]
+
+    def listed(**query: Any) -> list[str]:
+        return [info.ref.adapter_name for info in AdapterQuery(order=order, **query).ordered(infos)]
+
+    assert listed() == expected
+    for place, name in enumerate(expected, 1):
+        assert listed(after=name) == expected[place:]
+    with pytest.raises(ApiError, match="'gone' is not in this list"):
+        listed(after="gone")
+    assert AdapterQuery(order=order, after="zeta", prefix="s").names == NameQuery("s", is_sorted=True)
+
+
+async def test_a_page_of_an_order_begins_behind_the_last_one(client: httpx.AsyncClient) -> None:
+    for name in ("zeta", "mid", "zeta"):
+        await client.post("/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 1})
+
+    async def page(**query: Any) -> tuple[list[str], bool]:
+        answer = (await client.get("/v1/adapters", params={"order": "requests", "limit": 2, **query})).json()
+        return [card["name"] for card in answer["data"]], answer["has_more"]
+
+    assert await page() == (["zeta", "mid"], True)
+    assert await page(after="mid") == (["alpha", "sql-1"], True)
+    assert await page(after="sql-1") == (["sql-2"], False)
+    assert await page(contains="t") == (["zeta"], False)
+    gone = await client.get("/v1/adapters?order=bytes&after=nope")
+    assert (gone.status_code, gone.json()["error"]["param"]) == (400, "after")

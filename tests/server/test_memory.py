@@ -28,6 +28,7 @@ REPORT = MemoryReport(
     counters={"hits": 3, "load_seconds": 0.5},
     history=(MemorySample(1.5, MemoryMode.NORMAL, {"host": 0.5}, {"host": 5, "kv": 3}, 0.25),),
     merged=(1, 99),
+    found={"device": 3, "disk": 1},
 )
 
 
@@ -73,6 +74,7 @@ async def test_the_whole_report(client: httpx.AsyncClient, engine: FakeAsyncEngi
             }
         ],
         "merged": [{"adapter_id": 1, "adapter": name}, {"adapter_id": 99, "adapter": None}],
+        "found": {"device": 3, "disk": 1},
         "top_adapters": None,
     }
 

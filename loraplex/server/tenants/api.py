@@ -10,12 +10,14 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.server.access import Access, StrictRoute, requires
+from loraplex.server.access import Access, StrictRoute, may_use, requires
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import KEYLESS, caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.openapi import operation
 from loraplex.server.request_model import RequestModel
 from loraplex.server.responses import ListReply, encode
+from loraplex.server.tenants.metering import limits_of
 from loraplex.tenants.limits import MAX_LIMIT, Limits
 from loraplex.tenants.records import MAX_LABEL_CHARS, Key, Tenant, TenantTable, as_role
 
@@ -114,6 +116,24 @@ class KeyCard(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(key.key_id, key.tenant, key.role.value, key.label, key.created_time, key.is_revoked, secret)
 
 
+class OwnKeyCard(msgspec.Struct, frozen=True):
+    """What the key of a request may do. id: null where the server has no keys. quota: the limits of its tenant.
+
+    sees_inside: memory and events; may_change: pin, preload, evict; may_load: load and unload; a tenant's key may do
+    both to its own adapters. may_manage: tenants and keys.
+    """
+
+    id: str | None
+    tenant: str | None
+    role: str
+    quota: dict[str, float]
+    sees_inside: bool
+    may_change: bool
+    may_load: bool
+    may_manage: bool
+    object: str = "key"
+
+
 class ShareCard(msgspec.Struct, frozen=True):
     adapter: str
     tenants: list[str]
@@ -122,6 +142,7 @@ class ShareCard(msgspec.Struct, frozen=True):
 
 class TenantRoutes:
     def __init__(self, context: ServerContext) -> None:
+        self._context = context
         self._bodies = context.bodies
         self._directory = context.tenants
 
@@ -139,6 +160,7 @@ class TenantRoutes:
         add("GET", "/v1/tenants/{tenant}", self.show_tenant, TenantCard)
         add("PUT", "/v1/tenants/{tenant}", self.change_tenant, TenantCard, ChangeTenantRequest)
         add("DELETE", "/v1/tenants/{tenant}", self.delete_tenant, TenantCard)
+        add("GET", "/v1/key", self.show_own_key, OwnKeyCard)
         add("GET", "/v1/keys", self.list_keys, ListReply[KeyCard])
         add("POST", "/v1/keys", self.create_key, KeyCard, CreateKeyRequest)
         add("DELETE", "/v1/keys/{key_id}", self.revoke_key, KeyCard)
@@ -174,6 +196,23 @@ class TenantRoutes:
     async def delete_tenant(self, tenant: str) -> Response:
         """Its keys open nothing any longer. Its adapters stay until an operator unloads them."""
         return _json(TenantCard.of(await self._change(self._store.delete_tenant, tenant)))
+
+    @requires(Access.READ)
+    async def show_own_key(self, request: Request) -> Response:
+        """The key that the request was sent with: its role, its tenant's limits, and what it may do here."""
+        caller = caller_of(request)
+        can_load = not self._context.config.disable_dynamic_loading
+        card = OwnKeyCard(
+            id=None if caller is KEYLESS else caller.fingerprint,
+            tenant=caller.scope.tenant or None,
+            role=caller.role.value,
+            quota=limits_of(caller).given(),
+            sees_inside=may_use(caller, Access.ADMIN),
+            may_change=may_use(caller, Access.OWN_VERB),
+            may_load=may_use(caller, Access.OWN_LOADING) and can_load,
+            may_manage=may_use(caller, Access.MANAGE),
+        )
+        return _json(card)
 
     @requires(Access.MANAGE)
     async def list_keys(self, query: Annotated[KeysQuery, Query()]) -> Response:
