@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from loraplex.core import (
     BlockAllocator,

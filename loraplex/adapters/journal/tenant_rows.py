@@ -24,7 +24,7 @@ TENANTS_TABLE = sa.Table(
     SCHEMA,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("adapter_roots", sa.Text, nullable=False),  # JSON: a list of texts
-    sa.Column("limits", sa.Text, nullable=False),  # JSON: numbers by name
+    sa.Column("limits", sa.Text, nullable=False),  # JSON: numbers by name, of its service level too
     sa.Column("created_time", sa.Float, nullable=False),
     sa.Column("deleted_time", sa.Float),
 )

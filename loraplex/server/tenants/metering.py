@@ -24,6 +24,7 @@ from loraplex.errors import (
 from loraplex.server.auth import Caller
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Allowance, Limits, TenantMeter
+from loraplex.tenants.service_level import ServiceLevel
 from loraplex.tenants.usage import OF_MIXES, Tab, UsageBook
 
 Clock = Callable[[], float]
@@ -147,6 +148,11 @@ def limits_of(caller: Caller) -> Limits:
     return NO_LIMITS if tenant is None else tenant.limits
 
 
+def service_of(caller: Caller) -> ServiceLevel:
+    tenant = caller.scope.table.tenants.get(caller.scope.tenant or "")
+    return DEFAULT_SERVICE if tenant is None else tenant.service
+
+
 def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limits, *, is_asked: bool) -> SamplingParams:
     """With a `max_tokens` that fits into a tenant's context. is_asked: the client said how many; any other number is a
     default, and is made smaller. Raises PromptTooLongError."""
@@ -183,3 +189,4 @@ def _headers(allowances: Mapping[str, Allowance]) -> dict[str, str]:
 
 
 NO_LIMITS = Limits()
+DEFAULT_SERVICE = ServiceLevel()
