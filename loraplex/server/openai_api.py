@@ -248,7 +248,7 @@ class OpenAIRoutes:
             hides_paths=not caller.is_admin,
             shows_cached_tokens=self._context.keys.shows_cached_tokens,
             clean=partial(clean_error, request=request),
-            charge=None if accounts is None else accounts.charge(caller, costs),
+            charge=None if accounts is None else accounts.charge(caller, costs, is_prompt_alone=body.is_echo_only),
             deadline=Deadline.of(arrived_s, body.timeout, self._context.config.max_request_s),
         )
 

@@ -304,6 +304,11 @@ class SamplingFields(RequestModel):
         return None if merged is None else AdapterMix(tuple(zip(merged.ids, merged.weights, strict=True)))
 
     @property
+    def is_echo_only(self) -> bool:
+        """Whether the prompt and its logprobs are asked, and no new token."""
+        return False
+
+    @property
     def usage_options(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
 
@@ -381,7 +386,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def is_echo_only(self) -> bool:
-        """`max_tokens=0`: the prompt and its logprobs are asked, and no new token."""
+        """`max_tokens=0`."""
         return self.max_tokens == 0
 
     def limit(self, defaults: Mapping[str, Any]) -> int | None:

@@ -412,6 +412,24 @@ def test_damaged_rows_are_said_and_open_nothing(state_dir: Path, damage: str) ->
         assert {key.key_id for key in table.keys.values()} == (set() if is_of_keys else {key_id})
 
 
+@pytest.mark.parametrize(
+    "damage", ["DELETE FROM tenants", "UPDATE tenants SET limits = 7", "UPDATE tenants SET deleted_time = 'soon'"]
+)
+def test_a_tenant_whose_row_is_lost_keeps_its_adapters_to_itself(state_dir: Path, damage: str) -> None:
+    """Else `acme/sql` would be the operator's, for clients with the key of --api-key to use."""
+    filled(state_dir)
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute(damage)
+    for _ in range(2):
+        with closing(open_store(state_dir, None)) as store:
+            table = store.read()
+            assert table.owner_of("acme/sql") == "acme"
+            assert not table.may_see("", "acme/sql")
+            assert table.keys == {}
+        repair.repair_state(state_dir)
+    assert repair.check_state(state_dir).is_whole
+
+
 def test_a_repair_keeps_tenants_whole(state_dir: Path) -> None:
     """What is wrong elsewhere takes nothing of them."""
     filled(state_dir)
