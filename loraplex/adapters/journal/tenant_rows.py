@@ -126,8 +126,8 @@ class TenantRows:
 
 
 def read_tenant_rows(connection: sa.Connection, *, with_usage: bool = False) -> TenantRows:
-    """A damaged row opens nothing: it is left out, and a repair drops it. A tenant whose name is left, in its row or in a
-    key's, is a deleted one: its adapters do not become the operator's."""
+    """A damaged row opens nothing: it is left out, and a repair drops it. A tenant whose name is left, in its row or in
+    a key's, is a deleted one: its adapters do not become the operator's."""
     found = connection.execute(sa.select(ABOUT_TABLE.c.value).where(ABOUT_TABLE.c.key == REVISION)).scalar()
     rows: dict[str, list[Row]] = {}
     damages = []
