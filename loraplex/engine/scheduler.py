@@ -269,7 +269,7 @@ class Scheduler:
             self._waiting.arrive(state)
 
     def _seat_to_give(self) -> RequestState | None:
-        """The running request whose seat goes to the tenant that comes next, of those that were served more and have
+        """The running request whose seat goes to the tenant that comes next, of those that were served no less and have
         more seats by weight even then. None while a seat is free or more are taken than may be, for a mix that needs
         more than one, and where the step has no tokens left for it."""
         if len(self._running) != self._max_running:
@@ -283,7 +283,7 @@ class Scheduler:
         if not budget.fit(first.num_unscheduled_tokens):
             return None
         num_seats = (tenant.num_running + 1) / tenant.weight
-        served_more = [state for state in self._running if state.share.served > tenant.place]
+        served_more = [each for each in self._running if each.share is not tenant and each.share.served >= tenant.place]
         others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
         return last_served(others) if others else None
 

@@ -147,6 +147,18 @@ def test_a_flood_hardly_delays_a_light_tenant(flood: int, prompt: int) -> None:
     assert waits[-1] <= max(1.5 * alone[-1], alone[-1] + 1)
 
 
+def test_a_tenant_that_comes_back_takes_a_seat_in_its_first_step() -> None:
+    """It is lifted to the least served one that waits: of the two it is the first, and that one gives a seat."""
+    load = Load()
+    for _ in range(50):
+        while load.num_waiting("flood") < 20:
+            load.add("flood", 4, 20)
+        load.step()
+    light = load.add("light", 8, 4, adapter=1000)
+    load.step()
+    assert load.first_steps[light] == 1
+
+
 def steps_to_serve(tenant_of: Callable[[int], str], seed: int) -> int:
     load = Load(seed)
     for index in range(200):

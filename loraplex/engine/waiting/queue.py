@@ -169,14 +169,17 @@ class WaitingQueue:
     # ------------------------------------------------------------------------------------------------- come and go
 
     def arrive(self, state: RequestState) -> None:
-        """A request comes. Its tenant is lifted when it has no other here."""
-        lane = self._lanes.get(state.share)
-        if lane is None:
-            state.share.served = max(state.share.served, self._floor())
+        """A request comes. Its tenant is lifted when it has no other here; of equals it is then the first."""
+        least = None
+        if state.share not in self._lanes:
+            least = self._least_served()
+            state.share.served = max(state.share.served, self._floor(least))
         key = state.share, state.request.claim.priority, _content_key(state)
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = self._open(state, key)
+        if least is not None:
+            self._order.put(least, least.share.place)  # behind it in the heap
         self._arrivals[state.arrival_index] = state
         self._join(line, state)
 
@@ -234,8 +237,7 @@ class WaitingQueue:
             if lane in self._order:
                 self._order.put(lane, share.place)
 
-    def _floor(self) -> float:
-        least = self._least_served()
+    def _floor(self, least: _Lane | None) -> float:
         if least is not None:
             return least.share.served
         return 0.0 if self._last_left is None else self._last_left.served
