@@ -235,6 +235,7 @@ class OpenAIRoutes:
         )
         choices, accounts = {item.adapter for item in items}, self._context.accounts
         costs = [(item.adapter, len(item.prompt.token_ids), item.params.n) for item in items]
+        is_prompt_alone = isinstance(body, CompletionRequest) and body.is_echo_only
         _log.debug("%s: adapters %s, user %r", response_id, choices, body.label)
         return Generation(
             response_id=response_id,
@@ -248,7 +249,7 @@ class OpenAIRoutes:
             hides_paths=not caller.is_admin,
             shows_cached_tokens=self._context.keys.shows_cached_tokens,
             clean=partial(clean_error, request=request),
-            charge=None if accounts is None else accounts.charge(caller, costs, is_prompt_alone=body.is_echo_only),
+            charge=None if accounts is None else accounts.charge(caller, costs, is_prompt_alone=is_prompt_alone),
             deadline=Deadline.of(arrived_s, body.timeout, self._context.config.max_request_s),
         )
 

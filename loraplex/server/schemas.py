@@ -304,11 +304,6 @@ class SamplingFields(RequestModel):
         return None if merged is None else AdapterMix(tuple(zip(merged.ids, merged.weights, strict=True)))
 
     @property
-    def is_echo_only(self) -> bool:
-        """Whether the prompt and its logprobs are asked, and no new token."""
-        return False
-
-    @property
     def usage_options(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
 
@@ -386,7 +381,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def is_echo_only(self) -> bool:
-        """`max_tokens=0`."""
+        """`max_tokens=0`: the prompt and its logprobs are asked, and no new token."""
         return self.max_tokens == 0
 
     def limit(self, defaults: Mapping[str, Any]) -> int | None:
