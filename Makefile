@@ -1,6 +1,6 @@
 # make demo   makes the environment and answers a mixed batch of nine tasks with one base model
 # make test   makes the environment and runs the tests
-# make soak   ten minutes of random requests, adapter verbs, faults, kills and disconnects against one engine (SECONDS=60, SEED=7: others)
+# make soak   ten minutes of random requests, adapter verbs, faults, kills and disconnects against one engine, and ten of usage (SECONDS=60, SEED=7: others)
 VENV ?= .venv
 SECONDS ?= 600
 SEED ?= 0
@@ -11,7 +11,7 @@ FAULTS ?= weights,alloc,copy,disk
 help:
 	@echo "make demo   run the main job: eleven adapters and the base model in one batch"
 	@echo "make test   run the tests (10 to 15 minutes on 2 cores)"
-	@echo "make soak   ten minutes of random requests, loads, faults, kills and disconnects, every answer compared (SECONDS, SEED, FAULTS)"
+	@echo "make soak   ten minutes of random requests, loads, faults, kills and disconnects, every answer compared, then usage (SECONDS, SEED, FAULTS)"
 	@echo "make lint   style and types"
 	@echo "make docs   the documentation site in site/"
 	@echo "make train-demo   train the demo model and its adapters again (under an hour on a CPU)"
@@ -35,6 +35,7 @@ test: env-dev
 
 soak: env-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS) --seed $(SEED) --faults $(FAULTS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak.usage --seconds $(SECONDS) --seed $(SEED)
 
 lint: env-dev
 	scripts/lint $(VENV)

@@ -179,9 +179,10 @@ class EngineStats:
     num_pauses: those that made room for another adapter, with their KV kept as long as no other request needed the
     memory (a KV that was needed makes a preemption of it too). num_admitted: requests that began to run, by what of
     their adapter they had last waited for: `nothing`, `load`, `room`. kernel_fallbacks: calls of operators that stock
-    torch ran because no kernel covered them, by operator and reason. running_adapter_ids, waiting_adapter_ids: ids
-    of adapters of running and of waiting requests. graph_steps: replayed CUDA graphs, `base` and `lora`;
-    eager_steps: steps beside them by reason. Both empty in an engine without graphs.
+    torch ran because no kernel covered them, by operator and reason. target_outcomes: first tokens (`ttft`) and later
+    ones (`itl`) of tenants with such a target, `ttft_met`, `ttft_missed`, `itl_met`, `itl_missed`.
+    running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests. graph_steps: replayed
+    CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
     """
 
     num_running: int = 0
@@ -195,6 +196,7 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_finished: Mapping[str, int] = field(default_factory=dict)
     num_admitted: Mapping[str, int] = field(default_factory=dict)
+    target_outcomes: Mapping[str, int] = field(default_factory=dict)
     adapters_found: Mapping[str, int] = field(default_factory=dict)
     max_lora: int = 0
     kernel_fallbacks: Mapping[str, int] = field(default_factory=dict)

@@ -280,24 +280,33 @@ MAX_PRIORITY = 1000
 MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 """Of a tenant."""
 
+MAX_TARGET_MS = 3_600_000
+"""A tenant's longest target to a token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """How a request stands among those that wait: whose share of the engine it takes, and how early within that.
 
     tenant: "" where all requests are of one. weight: how large the tenant's share is beside those of others. priority:
-    lower is earlier, among requests of the tenant.
+    lower is earlier, among requests of the tenant. ttft_target_ms, itl_target_ms: the tenant's targets to the first
+    token and between tokens; None: it has none.
     """
 
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    ttft_target_ms: int | None = None
+    itl_target_ms: int | None = None
 
     def check(self) -> None:
         """Raises InvalidRequestError for what no front sends."""
         if not (MIN_WEIGHT <= self.weight <= MAX_WEIGHT and abs(self.priority) <= MAX_PRIORITY):
             text = f"a request of weight {self.weight!r} and priority {self.priority}: weights are"
             raise InvalidRequestError(f"{text} {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, priorities +-{MAX_PRIORITY}")
+        for name, target_ms in (("ttft", self.ttft_target_ms), ("itl", self.itl_target_ms)):
+            if target_ms is not None and not 1 <= target_ms <= MAX_TARGET_MS:
+                raise InvalidRequestError(f"{name}_target_ms must be 1 to {MAX_TARGET_MS}, got {target_ms}")
 
 
 NO_CLAIM = Claim()

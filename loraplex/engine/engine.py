@@ -253,6 +253,7 @@ class EngineCore:
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=dict(scheduler.num_finished),
             num_admitted=dict(scheduler.num_admitted),
+            target_outcomes=dict(scheduler.levels.outcomes),
             running_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.RUNNING))),
             waiting_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.WAITING))),
             kernel_fallbacks=self._runner.kernel_fallbacks,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from loraplex.core import FinishReason, Request, TokenLogprobs, TokenOutput
 from loraplex.engine.waiting.shares import TenantShare
@@ -48,7 +48,7 @@ class RequestState:
     counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. is_prompt_checked:
     its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all adapters of a mix, the first
     of which is in `lora_slot`. grammar: of its output; None: any text. rank: its place among waiting requests of its
-    tenant (waiting/queue.py).
+    tenant (waiting/queue.py). arrival_s: when it came; seen_s: then, or when its newest token came.
     """
 
     request: Request
@@ -73,9 +73,12 @@ class RequestState:
     is_prompt_checked: bool = True
     grammar: OutputGrammar | None = None
     share: TenantShare = field(default_factory=TenantShare)
+    arrival_s: float = 0.0
+    seen_s: float = field(init=False)
     rank: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.seen_s = self.arrival_s
         self.rank = self.arrival_step + self.request.claim.priority * PRIORITY_STEPS, self.arrival_index
 
     def arrive(self, arrival_index: int, arrival_step: int) -> None:
@@ -157,6 +160,11 @@ class ScheduledSequence:
     num_tokens: int
     is_sampled: bool
 
+    @classmethod
+    def next_of(cls, state: RequestState, num_tokens: int) -> Self:
+        start = state.num_scheduled_tokens
+        return cls(state, start, num_tokens, is_sampled=num_tokens == state.num_unscheduled_tokens)
+
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
@@ -164,15 +172,26 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """What one step runs. `failed` are requests that ended before they could run."""
+    """What one step runs. `failed` are requests that ended before they could run; made_s: when it was made."""
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     failed: tuple[TokenOutput, ...] = ()
+    made_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+def check_steps_in_flight(plans: Iterable[SchedulePlan], states: Iterable[RequestState]) -> None:
+    """Assert that requests count what plans that are not committed run of them."""
+    in_flight = [sequence for plan in plans for sequence in plan.sequences]
+    for state in states:
+        own = [sequence for sequence in in_flight if sequence.state is state]
+        assert state.num_steps_in_flight == len(own)
+        assert state.num_pending_tokens == sum(sequence.is_sampled for sequence in own)
+        assert state.num_scheduled_tokens == (own[-1].end if own else state.num_computed_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ as no other needs the memory; preemption for lack of KV is by recompute, which t
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from loraplex.core import (
     BlockAllocator,
@@ -42,9 +43,19 @@ from loraplex.engine.schedule_plan import (
     SampledToken,
     ScheduledSequence,
     SchedulePlan,
+    check_steps_in_flight,
     token_output,
 )
-from loraplex.engine.waiting.queue import SEAT, Admission, CompilingRequests, WaitingQueue
+from loraplex.engine.waiting.queue import (
+    SEAT,
+    Admission,
+    CompilingRequests,
+    WaitingQueue,
+    arrival_index,
+    goes_after,
+    last_served,
+)
+from loraplex.engine.waiting.service_levels import ServiceLevels, StepBudget
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
 
@@ -66,8 +77,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         aging_steps: int = 128,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: seconds, for the targets of tenants alone."""
         self._blocks = blocks
+        self._clock = clock
+        self.levels = ServiceLevels(max_num_batched_tokens)
         self._residency = residency
         self._max_num_seqs = max_num_seqs
         self._max_running = max_num_seqs
@@ -98,9 +113,14 @@ class Scheduler:
         """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded. grammar: of its
         output; the request arrives in the queue when it is compiled, and no other one waits for that."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
-        share = self._shares.enter(request.claim.tenant, request.claim.weight)
-        tokens, step_id = request.prompt_token_ids, self._turns.step_id
-        state = RequestState(request, self._num_arrivals, tokens, arrival_step=step_id, share=share)
+        state = RequestState(
+            request,
+            self._num_arrivals,
+            request.prompt_token_ids,
+            arrival_step=self._turns.step_id,
+            arrival_s=self._clock(),
+            share=self._shares.enter(request.claim),
+        )
         state.is_prompt_checked, state.grammar = is_prompt_checked, grammar
         state.num_cached_tokens = request.num_cached_tokens
         if request.output_token_ids:
@@ -141,7 +161,7 @@ class Scheduler:
 
     def _states_of(self, adapter_id: int) -> list[RequestState]:
         others = [s for s in (*self._running, *self._compiling) if _runs_on(s.request, adapter_id)]
-        return sorted([*others, *self._waiting.states_of(adapter_id)], key=_arrival_index)
+        return sorted([*others, *self._waiting.states_of(adapter_id)], key=arrival_index)
 
     def forget_kv(self, adapter_digest: str) -> None:
         """What an adapter's content computed is not to be used again: paused requests compute theirs again, running
@@ -211,6 +231,8 @@ class Scheduler:
         """
         assert len(self._uncommitted) < MAX_STEPS_IN_FLIGHT, "the plan before the last is not committed"
         self._turns.step_id += 1
+        now_s = self._clock()
+        self._waiting.tell_time(now_s)
         scheduled: list[ScheduledSequence] = []
         self._take_compiled()
         paused = [] if self._uncommitted else self._turns.call(self._waiting, self._running)
@@ -224,7 +246,7 @@ class Scheduler:
         if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
         self._prefetch_waiting()
-        plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(self._failed))
+        plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(self._failed), now_s)
         self._failed.clear()
         if scheduled:
             self._uncommitted.append(plan)
@@ -247,43 +269,46 @@ class Scheduler:
             self._waiting.arrive(state)
 
     def _seat_to_give(self) -> RequestState | None:
-        """The running request whose seat goes to the tenant that was served least, of those that were served more and
-        have more seats by weight even then. None while a seat is free or more are taken than may be, for a mix that
-        needs more than one, and where the step has no tokens left for it."""
+        """The running request whose seat goes to the tenant that comes next, of those that were served no less and have
+        more seats by weight even then. None while a seat is free or more are taken than may be, for a mix that needs
+        more than one, and where the step has no tokens left for it."""
         if len(self._running) != self._max_running:
             return None
-        first = self._waiting.least_served_ready()
+        first = self._waiting.next_ready()
         if first is None or self._seats_for(first.request.mix) > 1:
             return None
-        tenant = first.share
-        if sum(num for _, num in self._next_tokens()) >= self._max_num_batched_tokens:
+        tenant, budget = first.share, self.levels.budget(self._running)
+        for _, num_tokens in self._next_tokens():
+            budget.take(num_tokens)
+        if not budget.fit(first.num_unscheduled_tokens):
             return None
         num_seats = (tenant.num_running + 1) / tenant.weight
-        served_more = [state for state in self._running if state.share.served > tenant.served]
+        served_more = [each for each in self._running if each.share is not tenant and each.share.served >= tenant.place]
         others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
-        return _last(others) if others else None
+        return last_served(others) if others else None
 
     def _next_tokens(self) -> Iterator[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""
-        budget = self._max_num_batched_tokens
+        budget = self.levels.budget(self._running)
         for state in self._running:
-            num_tokens = 0 if state.is_last_token_pending(self._max_model_len) else state.num_unscheduled_tokens
-            if min(num_tokens, budget) > 0:
-                yield state, min(num_tokens, budget)
-                budget -= min(num_tokens, budget)
+            is_over = state.is_last_token_pending(self._max_model_len)
+            num_tokens = 0 if is_over else budget.fit(state.num_unscheduled_tokens)
+            if num_tokens > 0:
+                yield state, num_tokens
+                budget.take(num_tokens)
 
-    def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
+    def _schedule_running(self, scheduled: list[ScheduledSequence]) -> StepBudget:
         """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the
         last."""
-        budget = self._max_num_batched_tokens
+        budget = self.levels.budget(self._running)
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
                 later = self._running[self._running.index(state) :]  # those before it are in the step already
-                self._give_way(_last(later), keeps_kv=False)
+                self._give_way(last_served(later), keeps_kv=False)
             if state.status is not RequestStatus.RUNNING:
                 continue  # it was preempted itself, or for one before it
-            scheduled.append(_scheduled(state, num_tokens))
-            budget -= num_tokens
+            scheduled.append(ScheduledSequence.next_of(state, num_tokens))
+            budget.take(num_tokens)
         return budget
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
@@ -301,22 +326,22 @@ class Scheduler:
     def _drop_newest_kv(self, besides: RequestState | None = None, is_any: bool = True) -> bool:
         """Of the newest paused request; `is_any` False: of those that go after `besides`; whether there was one."""
         for state in reversed(self._paused):
-            if state is not besides and (is_any or besides is None or _goes_after(state, besides)):
+            if state is not besides and (is_any or besides is None or goes_after(state, besides)):
                 self._drop_kv(state)
                 return True
         return False
 
-    def _schedule_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
+    def _schedule_waiting(self, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
         admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
         try:
             self._admit_from(admission, scheduled, budget)
         finally:
             admission.close()  # where memory ends, too: else what was looked at is never looked at again
 
-    def _admit_from(self, admission: Admission, scheduled: list[ScheduledSequence], budget: int) -> None:
+    def _admit_from(self, admission: Admission, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
         num_seats = self._max_running - self._num_seats_taken - sum(len(mix) - 1 for mix in self._mixes)
-        while budget > 0 and num_seats > 0 and (state := admission.next()) is not None:
+        while budget.num_tokens > 0 and num_seats > 0 and (state := admission.next()) is not None:
             if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
                 admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
                 continue
@@ -331,10 +356,9 @@ class Scheduler:
             if waits_for is not None:
                 admission.block(state, waits_for)
                 continue
-            num_tokens = self._admit(state, budget, scheduled)
-            if num_tokens == 0:
-                break  # out of KV: first come, first served
-            budget, num_seats = budget - num_tokens, num_seats - num_taken
+            if not self._admit(state, budget, scheduled):
+                break  # out of KV, or of tokens of prompts: first come, first served
+            num_seats -= num_taken
 
     def _seats_for(self, mix: tuple[MixPart, ...]) -> int:
         """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters.
@@ -379,22 +403,23 @@ class Scheduler:
             raise
         state.is_prompt_checked = True
 
-    def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
-        """Move a request to the running ones with KV for all its tokens; returns how many run, 0 when KV is short."""
+    def _admit(self, state: RequestState, budget: StepBudget, scheduled: list[ScheduledSequence]) -> bool:
+        """Move a request to the running ones with KV for all its tokens; False when that, or the budget, is short."""
         has_table, is_reserved = state.keeps_kv, False
         try:
             if not has_table:
                 num_cached = self._blocks.start(state.request, state.token_ids)
                 state.num_computed_tokens = state.num_scheduled_tokens = num_cached
                 has_table = True
-            is_reserved = self._reserve(state, state.num_unscheduled_tokens)
+            num_tokens = budget.fit(state.num_unscheduled_tokens)
+            is_reserved = num_tokens > 0 and self._reserve(state, state.num_unscheduled_tokens)
         finally:
             if not is_reserved:
                 if has_table and not state.keeps_kv:
                     self._drop_kv(state)
                 self._release_adapter(state)
         if not is_reserved:
-            return 0
+            return False
         waited_for = self._waiting.remove(state)
         self._running.append(state)
         self.num_admitted["nothing" if waited_for is None else waited_for.value] += 1
@@ -411,9 +436,9 @@ class Scheduler:
         self._turns.begin(state)
         if state.request.mix:
             self._mixes[state.request.mix] += 1
-        num_tokens = min(state.num_unscheduled_tokens, budget)
-        scheduled.append(_scheduled(state, num_tokens))
-        return num_tokens
+        budget.take(num_tokens)
+        scheduled.append(ScheduledSequence.next_of(state, num_tokens))
+        return True
 
     def _prefetch_waiting(self) -> None:
         if self._residency is not None:
@@ -428,7 +453,7 @@ class Scheduler:
         state.status, state.keeps_kv = RequestStatus.PREEMPTED, True
         state.preempted_at_step = self._turns.step_id
         self._waiting.put_back(state)
-        insort(self._paused, state, key=_arrival_index)
+        insort(self._paused, state, key=arrival_index)
         self.num_pauses += keeps_kv
         if not keeps_kv:
             self._drop_kv(state)
@@ -450,9 +475,11 @@ class Scheduler:
 
         What it computed for a request that ended meanwhile is dropped.
         """
-        outputs = []
+        outputs, now_s = [], self._clock()
+        self.levels.see_step(plan.sequences, plan.made_s, now_s)
         for sequence in self._land(plan):
-            output = self._commit_sequence(sequence, sampled)
+            token = sampled[sequence.state.request.request_id] if sequence.is_sampled else None
+            output = self._commit_one(sequence, token, now_s)
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -474,9 +501,8 @@ class Scheduler:
                 self._return_memory(state)
         return [sequence for sequence in plan.sequences if sequence.state.status is RequestStatus.RUNNING]
 
-    def _commit_sequence(self, sequence: ScheduledSequence, sampled: Mapping[str, SampledToken]) -> TokenOutput | None:
+    def _commit_one(self, sequence: ScheduledSequence, token: SampledToken | None, now_s: float) -> TokenOutput | None:
         state = sequence.state
-        token = sampled[state.request.request_id] if sequence.is_sampled else None
         state.num_computed_tokens = sequence.end
         if token is not None and token.is_late:
             state.num_computed_tokens = state.num_scheduled_tokens = sequence.end - 1
@@ -490,6 +516,7 @@ class Scheduler:
         state.append(token.token_id)
         self.num_generated_tokens += 1
         state.share.charge_output()
+        self.levels.see_token(state, now_s)
         reason = state.finish_reason(token.token_id, self._max_model_len)
         return token_output(state, token) if reason is None else self._finish(state, reason, token)
 
@@ -501,6 +528,7 @@ class Scheduler:
         error: LoraplexError | None = None,
     ) -> TokenOutput:
         self._leave(state)
+        self.levels.see_end(state, self._clock())
         self.num_finished[reason.value] += 1
         return token_output(state, token, reason, error)
 
@@ -557,7 +585,7 @@ class Scheduler:
         for state in self._leaving.values():
             assert state.status is RequestStatus.FINISHED
             assert state.num_steps_in_flight > 0, "its memory did not return"
-        self._check_steps_in_flight()
+        check_steps_in_flight(self._uncommitted, [*self._running, *self._leaving.values(), *self._waiting])
         assert self._turns.adapter_ids == self.adapters_of(RequestStatus.RUNNING)
         assert self._mixes == Counter(state.request.mix for state in self._running if state.request.mix)
         assert self._paused == [state for state in self._waiting if state.keeps_kv]
@@ -565,35 +593,6 @@ class Scheduler:
         states, active = self._states.values(), self._shares.active()
         assert Counter(state.share for state in states) == {share: share.num_requests for share in active}
         assert sum(share.num_running for share in active) == len(self._running)
-
-    def _check_steps_in_flight(self) -> None:
-        in_flight = [sequence for plan in self._uncommitted for sequence in plan.sequences]
-        for state in (*self._running, *self._leaving.values(), *self._waiting):
-            own = [sequence for sequence in in_flight if sequence.state is state]
-            assert state.num_steps_in_flight == len(own)
-            assert state.num_pending_tokens == sum(sequence.is_sampled for sequence in own)
-            assert state.num_scheduled_tokens == (own[-1].end if own else state.num_computed_tokens)
-
-
-def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
-    start = state.num_scheduled_tokens
-    return ScheduledSequence(state, start, num_tokens, is_sampled=num_tokens == state.num_unscheduled_tokens)
-
-
-def _arrival_index(state: RequestState) -> int:
-    return state.arrival_index
-
-
-def _last(states: Sequence[RequestState]) -> RequestState:
-    """Of requests in order of admission: of the tenant that was served most, then by priority, the newest."""
-    return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
-
-
-def _goes_after(state: RequestState, other: RequestState) -> bool:
-    """Whether its KV is given to the other: it came later, or its tenant was served more."""
-    if state.share is other.share:
-        return state.arrival_index > other.arrival_index
-    return state.share.served > other.share.served
 
 
 def _runs_on(request: Request, adapter_id: int) -> bool:

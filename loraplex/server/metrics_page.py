@@ -123,6 +123,8 @@ class MetricsPage:
         yield self._gauges("loraplex:requests_waiting_by_cause", text, "cause", stats.waiting_by_cause)
         text = "Requests that began to run, by what of their adapter they had waited for."
         yield self._counters("loraplex:requests_admitted", text, "waited_for", stats.num_admitted)
+        text = "First and later tokens of tenants with a target for them, by whether they came in time."
+        yield self._counters("loraplex:target_tokens", text, "outcome", stats.target_outcomes)
         times = stats.step_times
         yield self._counter("loraplex:steps", "Steps of the engine.", times.num_steps)
         yield self._counters("loraplex:step_seconds", "Seconds in steps, by part.", "part", times.seconds)

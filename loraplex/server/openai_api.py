@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 from fastapi import APIRouter, Query, Request, Response
 
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
-from loraplex.errors import InvalidRequestError, LoraplexError
+from loraplex.errors import LoraplexError
 from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, clean_error, requires
 from loraplex.server.api_error import ApiError
@@ -33,7 +33,7 @@ from loraplex.server.responses import ChatCompletion, Completion, ListReply, Mod
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import EVENT_STREAM, PIECE_BYTES, EventStream, until_disconnect
 from loraplex.server.tenants.callers_names import hide_targets
-from loraplex.server.tenants.metering import limits_of, within_context
+from loraplex.server.tenants.metering import limits_of, service_of, within_context
 from loraplex.tenants.records import Scope
 from loraplex.text.tools.answer import WITH_SPECIAL_TOKENS, opens_thoughts, parser_for
 from loraplex.text.tools.wanted import AnswerReading
@@ -257,6 +257,7 @@ class OpenAIRoutes:
         )
         choices, accounts = {item.adapter for item in items}, self._context.accounts
         costs = [(item.adapter, len(item.prompt.token_ids), item.params.n) for item in items]
+        is_prompt_alone = isinstance(body, CompletionRequest) and body.is_echo_only
         _log.debug("%s: adapters %s, user %r", response_id, choices, body.label)
         return Generation(
             response_id=response_id,
@@ -270,7 +271,7 @@ class OpenAIRoutes:
             hides_paths=not caller.is_admin,
             shows_cached_tokens=self._context.keys.shows_cached_tokens,
             clean=partial(clean_error, request=request),
-            charge=None if accounts is None else accounts.charge(caller, costs),
+            charge=None if accounts is None else accounts.charge(caller, costs, is_prompt_alone=is_prompt_alone),
             deadline=Deadline.of(arrived_s, body.timeout, self._context.config.max_request_s),
         )
 
@@ -279,12 +280,8 @@ class OpenAIRoutes:
 
         Raises InvalidRequestError for the priority.
         """
-        most = self._context.config.max_priority
-        if abs(priority) > most:
-            text = f"priority is {priority}, and --max-priority {most} allows {-most} to {most}"
-            raise InvalidRequestError(text if most else f"{text}; leave it out", param="priority")
-        caller = caller_of(request)
-        return Claim("" if caller == KEYLESS else caller.account, priority=priority)
+        caller, most = caller_of(request), self._context.config.max_priority
+        return service_of(caller).claim("" if caller == KEYLESS else caller.account, priority, most)
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:
         """The answer, or its stream. A stream begins with the first output, so earlier errors have their status."""

@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 
 from loraplex.cli_help import Flat, Listed, group_fields
 from loraplex.tenants.limits import Limits
+from loraplex.tenants.service_level import ServiceLevel
 
 if TYPE_CHECKING:
     from loraplex.tenants.store import TenantStore
@@ -23,6 +24,7 @@ DATABASE_VARIABLE = "LORAPLEX_DATABASE_URL"
 tenant_app = App(name="tenant", help="Tenants of a server: what each may load, use and see.")
 key_app = App(name="key", help="API keys of a server's tenants and operators.")
 group_fields(Limits, "Limits")
+group_fields(ServiceLevel, "Service level")
 
 Names = Annotated[tuple[str, ...], Parameter(negative=())]
 
@@ -34,6 +36,7 @@ def create_tenant(
     *,
     adapter_root: Annotated[tuple[str, ...], Listed] = (),
     limits: Annotated[Limits | None, Flat] = None,
+    service: Annotated[ServiceLevel | None, Flat] = None,
     state_dir: Path | None = None,
     database_url: str | None = None,
 ) -> int:
@@ -52,7 +55,7 @@ def create_tenant(
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
     with _store(state_dir, database_url) as store:
-        print(store.create_tenant(name, adapter_root, limits).name)
+        print(store.create_tenant(name, adapter_root, limits, service).name)
     return 0
 
 
@@ -63,10 +66,11 @@ def change_tenant(
     *,
     adapter_root: Annotated[tuple[str, ...] | None, Listed] = None,
     limits: Annotated[Limits | None, Flat] = None,
+    service: Annotated[ServiceLevel | None, Flat] = None,
     state_dir: Path | None = None,
     database_url: str | None = None,
 ) -> int:
-    """Give a tenant other roots, or other limits: all that it has are those given here.
+    """Give a tenant other roots, other limits, or another service level: all that it has of each are those given here.
 
     Parameters
     ----------
@@ -80,13 +84,13 @@ def change_tenant(
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
     with _store(state_dir, database_url) as store:
-        print(store.change_tenant(name, adapter_root, limits).name)
+        print(store.change_tenant(name, adapter_root, limits, service).name)
     return 0
 
 
 @tenant_app.command(name="list")
 def list_tenants(*, state_dir: Path | None = None, database_url: str | None = None) -> int:
-    """Tenants, a line each: name, when it was made, limits, roots of adapters.
+    """Tenants, a line each: name, when it was made, limits and service level, roots of adapters.
 
     Parameters
     ----------
@@ -97,8 +101,9 @@ def list_tenants(*, state_dir: Path | None = None, database_url: str | None = No
     """
     with _store(state_dir, database_url) as store:
         for tenant in store.tenants():
-            limits = " ".join(f"{name}={value:g}" for name, value in tenant.limits.given().items())
-            columns = (tenant.name, _time(tenant.created_time), limits or "-", " ".join(tenant.adapter_roots) or "-")
+            numbers = tenant.limits.given() | tenant.service.given()
+            given = " ".join(f"{name}={value:g}" for name, value in numbers.items())
+            columns = (tenant.name, _time(tenant.created_time), given or "-", " ".join(tenant.adapter_roots) or "-")
             print("\t".join(columns))
     return 0
 

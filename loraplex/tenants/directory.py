@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loraplex.tenants.store import TenantStore
 
 POLL_S = 0.25
+CLOSE_PATIENCE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +50,9 @@ class TenantDirectory:
             return self.table
 
     def close(self) -> None:
+        """A database that does not answer is not waited for."""
         self._is_closed.set()
-        self._watcher.join()
+        self._watcher.join(CLOSE_PATIENCE_S)
         self.store.close()
 
     def _watch(self) -> None:

@@ -28,6 +28,7 @@ from loraplex.errors import (
     shown,
 )
 from loraplex.tenants.limits import Limits
+from loraplex.tenants.service_level import ServiceLevel
 
 KEY_PREFIX = "lp-"
 MAX_TENANTS, MAX_KEYS_OF_A_TENANT, MAX_SHARES, MAX_LABEL_CHARS = 10_000, 1000, 100_000, 200
@@ -57,6 +58,7 @@ class Tenant:
     created_time: float
     adapter_roots: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    service: ServiceLevel = field(default_factory=ServiceLevel)
     is_deleted: bool = False
 
 

@@ -53,6 +53,7 @@ from loraplex.tenants.records import (
     key_digest,
     new_secret,
 )
+from loraplex.tenants.service_level import BOUNDS, ServiceLevel
 from loraplex.tenants.usage import Counts, UsageKey, UsageQuery
 
 _COUNTED = (*USAGE_COUNTS, "waiting_s")
@@ -126,11 +127,17 @@ class TenantStore:
         with self.reading() as connection:
             return _living(connection, name)
 
-    def create_tenant(self, name: str, adapter_roots: Sequence[str] = (), limits: Limits | None = None) -> Tenant:
+    def create_tenant(
+        self,
+        name: str,
+        adapter_roots: Sequence[str] = (),
+        limits: Limits | None = None,
+        service: ServiceLevel | None = None,
+    ) -> Tenant:
         """Raises InvalidRequestError for a name that cannot be, and TenantConflictError for one that was ever given,
         or that adapters of the operator begin with."""
         check_tenant_name(name)
-        tenant = Tenant(name, self._clock(), tuple(adapter_roots), limits or Limits())
+        tenant = Tenant(name, self._clock(), tuple(adapter_roots), limits or Limits(), service or ServiceLevel())
         with self._change() as connection:
             is_old = sa.select(TENANTS_TABLE.c.deleted_time).where(TENANTS_TABLE.c.name == name)
             for row in connection.execute(is_old):
@@ -145,13 +152,21 @@ class TenantStore:
         return tenant
 
     def change_tenant(
-        self, name: str, adapter_roots: Sequence[str] | None = None, limits: Limits | None = None
+        self,
+        name: str,
+        adapter_roots: Sequence[str] | None = None,
+        limits: Limits | None = None,
+        service: ServiceLevel | None = None,
     ) -> Tenant:
         """What is None stays. Raises TenantNotFoundError."""
         with self._change() as connection:
             tenant = _living(connection, name)
-            roots = tenant.adapter_roots if adapter_roots is None else tuple(adapter_roots)
-            tenant = replace(tenant, adapter_roots=roots, limits=tenant.limits if limits is None else limits)
+            tenant = replace(
+                tenant,
+                adapter_roots=tenant.adapter_roots if adapter_roots is None else tuple(adapter_roots),
+                limits=limits or tenant.limits,
+                service=service or tenant.service,
+            )
             connection.execute(TENANTS_TABLE.update().where(TENANTS_TABLE.c.name == name).values(_tenant_row(tenant)))
         return tenant
 
@@ -315,8 +330,10 @@ def _living(connection: sa.Connection, name: str) -> Tenant:
 
 def _tenant(row: Any) -> Tenant:
     roots = tuple(msgspec.json.decode(row["adapter_roots"], type=list[str]))
-    limits = Limits.of(msgspec.json.decode(row["limits"], type=dict[str, float]))
-    return Tenant(row["name"], row["created_time"], roots, limits, is_deleted=row["deleted_time"] is not None)
+    numbers = msgspec.json.decode(row["limits"], type=dict[str, float])
+    service = ServiceLevel.of(numbers)
+    limits = Limits.of({name: value for name, value in numbers.items() if name not in BOUNDS})
+    return Tenant(row["name"], row["created_time"], roots, limits, service, is_deleted=row["deleted_time"] is not None)
 
 
 def _tenant_or_closed(row: Any) -> Tenant:
@@ -331,7 +348,7 @@ def _tenant_row(tenant: Tenant) -> dict[str, Any]:
     return {
         "name": tenant.name,
         "adapter_roots": msgspec.json.encode(tenant.adapter_roots).decode(),
-        "limits": msgspec.json.encode(tenant.limits.given()).decode(),
+        "limits": msgspec.json.encode(tenant.limits.given() | tenant.service.given()).decode(),
         "created_time": tenant.created_time,
         "deleted_time": None,
     }

@@ -19,6 +19,9 @@ from loraplex.core import RequestOutput
 from loraplex.errors import LoraplexError
 
 WRITE_INTERVAL_S = 1.0
+CLOSE_PATIENCE_S = 10.0
+"""For the last write, where the database says nothing; what it did not take is lost."""
+
 TABS_AT_ONCE = 128
 KEPT_DAYS = 400
 OF_MIXES = "//mix"
@@ -38,8 +41,8 @@ class UsageKey(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """requests: prompts that were admitted, errors: of them those that ended in one; waiting_s: until the first output
-    of each."""
+    """requests: prompts that had a first output or ended, but for those that the engine refused; errors: of them those
+    that ended in one; waiting_s: until the first output of each."""
 
     requests: int = 0
     errors: int = 0
@@ -59,26 +62,36 @@ class Counts:
 
 @dataclass(eq=False, slots=True)
 class Tab:
-    """One prompt of a request, from its admission to its end. `output` is the newest that came."""
+    """One prompt of a request, from its admission to its end. `output` is the newest that came.
+
+    is_prompt_alone: no new token is asked for, and the one that the engine draws is not counted. is_refused: the engine
+    did not take it.
+    """
 
     key_id: str
     tenant: str
     adapter: str
     num_prompt_tokens: int
     began_s: float
+    is_prompt_alone: bool = False
     first_s: float | None = None
     output: RequestOutput | None = None
     has_failed: bool = False
+    is_refused: bool = False
+    is_over: bool = False
     counted: Counts = field(default_factory=Counts)
 
     def due(self) -> Counts:
         """What was not counted yet."""
         output, counted = self.output, self.counted
-        now = Counts(requests=1, errors=int(self.has_failed))
+        now = Counts()
+        if (output is not None or self.is_over) and not self.is_refused:
+            now.requests, now.errors = 1, int(self.has_failed)
         if output is not None:
             now.prompt_tokens = self.num_prompt_tokens
             now.cached_tokens = output.num_cached_tokens or 0
-            now.generated_tokens = sum(len(each.token_ids) for each in output.outputs)
+            if not self.is_prompt_alone:
+                now.generated_tokens = sum(len(each.token_ids) for each in output.outputs)
         if self.first_s is not None:
             now.waiting_s = self.first_s - self.began_s
         self.counted = now
@@ -122,6 +135,7 @@ class UsageBook:
         self._interval_s = interval_s
         self._open: set[Tab] = set()
         self._unwritten: dict[UsageKey, Counts] = {}
+        self._being_written: dict[UsageKey, Counts] = {}
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._is_closed = threading.Event()
@@ -137,6 +151,7 @@ class UsageBook:
         with self._lock:
             if tab in self._open:
                 self._open.discard(tab)
+                tab.is_over = True
                 self._count([tab])
 
     def flush(self) -> None:
@@ -145,6 +160,7 @@ class UsageBook:
             self._count_open()
             with self._lock:
                 batch, self._unwritten = self._unwritten, {}
+                self._being_written = batch
             try:
                 if batch:
                     self._store.add_usage(batch)
@@ -153,15 +169,30 @@ class UsageBook:
                     for key, counts in batch.items():
                         self._unwritten.setdefault(key, Counts()).add(counts)
                 raise
+            finally:
+                self._being_written = {}
 
     def rows(self, query: UsageQuery, limit: int, after: Sequence[str] = ()) -> list[dict[str, Any]]:
         """What is written; as `UsageTable.usage`."""
         return self._store.usage(query, limit, after)
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
+        """Write what is left, or log how much the database did not take in that time."""
         self._is_closed.set()
-        self._writer.join()
+        self._writer.join(patience_s)
+        with self._lock:
+            lost = [*self._unwritten.values(), *self._being_written.values()]
+        if lost:
+            _log.error(
+                "%d tokens of %d requests are in no row of usage: the database does not answer",
+                sum(each.prompt_tokens + each.generated_tokens for each in lost),
+                sum(each.requests for each in lost),
+            )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread lives."""
+        return self._writer.is_alive()
 
     def _count_open(self) -> None:
         """Some at a time: an event loop may wait for the lock."""

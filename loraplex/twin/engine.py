@@ -77,6 +77,7 @@ class TwinEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=calibration.max_model_len,
             aging_steps=config.lora.aging_steps,
+            clock=clock,
         )
         manager.on_digest_dropped = scheduler.forget_kv
         model, block_bytes = calibration.step_model(), calibration.block_bytes

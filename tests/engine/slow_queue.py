@@ -63,7 +63,10 @@ class SlowQueue:
 
         return max(filter(self.waits_for_room, self.states), key=urgency, default=None)
 
-    def least_served_ready(self) -> None:
+    def tell_time(self, now_s: float) -> None:
+        """No tenant has a target."""
+
+    def next_ready(self) -> None:
         """There is one tenant."""
 
     def first(self, num_states: int) -> list[RequestState]:

@@ -147,6 +147,18 @@ def test_a_flood_hardly_delays_a_light_tenant(flood: int, prompt: int) -> None:
     assert waits[-1] <= max(1.5 * alone[-1], alone[-1] + 1)
 
 
+def test_a_tenant_that_comes_back_takes_a_seat_in_its_first_step() -> None:
+    """It is lifted to the least served one that waits: of the two it is the first, and that one gives a seat."""
+    load = Load()
+    for _ in range(50):
+        while load.num_waiting("flood") < 20:
+            load.add("flood", 4, 20)
+        load.step()
+    light = load.add("light", 8, 4, adapter=1000)
+    load.step()
+    assert load.first_steps[light] == 1
+
+
 def steps_to_serve(tenant_of: Callable[[int], str], seed: int) -> int:
     load = Load(seed)
     for index in range(200):
@@ -208,23 +220,23 @@ class TestTenantShares:
     def test_idle_ones_are_bounded_and_those_served_most_are_kept(self) -> None:
         shares = TenantShares(max_idle=8)
         for index in range(1000):
-            share = shares.enter(f"t{index}", 1.0)
+            share = shares.enter(Claim(f"t{index}"))
             share.served += 1000 - index
             share.num_requests -= 1
             assert len(shares) <= 8
-        assert shares.enter("t0", 1.0).served == 1000
+        assert shares.enter(Claim("t0")).served == 1000
 
     def test_one_with_a_request_is_never_forgotten(self) -> None:
         shares = TenantShares(max_idle=2)
-        busy = [shares.enter(f"busy{index}", 1.0) for index in range(10)]
+        busy = [shares.enter(Claim(f"busy{index}")) for index in range(10)]
         for index in range(50):
-            shares.enter(f"t{index}", 1.0).num_requests -= 1
+            shares.enter(Claim(f"t{index}")).num_requests -= 1
         assert set(busy) <= set(shares.active())
 
     def test_the_newest_weight_counts(self) -> None:
         shares = TenantShares()
-        shares.enter("a", 1.0)
-        share = shares.enter("a", 4.0)
+        shares.enter(Claim("a"))
+        share = shares.enter(Claim("a", 4.0))
         share.charge_prompt(8)
         share.charge_output()
         assert share.served == (8 * PROMPT_COST + OUTPUT_COST) / 4

@@ -104,6 +104,7 @@ class Harness:
     ) -> None:
         self.blocks = KVBlockAllocator(num_blocks, 8)
         self.residency = FakeResidency(room)
+        self.now_s = 0.0
         self.scheduler = Scheduler(
             self.blocks,
             self.residency,
@@ -111,6 +112,7 @@ class Harness:
             max_num_batched_tokens=tokens,
             max_model_len=num_blocks * 8,
             aging_steps=aging_steps,
+            clock=lambda: self.now_s,
         )
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.script: dict[str, int] = {}
@@ -124,6 +126,7 @@ class Harness:
         max_tokens: int = 4,
         claim: Claim = NO_CLAIM,
         grammar: FakeGrammar | None = None,
+        cache_salt: str = "",
         **params,
     ) -> None:
         """adapter: several are a mix."""
@@ -141,19 +144,23 @@ class Harness:
                 adapter_digest=digest,
                 mix=mix,
                 claim=claim,
+                cache_salt=cache_salt,
             ),
             grammar=grammar,
         )
 
     def step(self) -> SchedulePlan:
         plan = self.scheduler.schedule()
+        self.commit(plan)
+        return plan
+
+    def commit(self, plan: SchedulePlan) -> None:
         self.plans.append(plan)
         outputs = list(plan.failed)
         if plan.sequences:
             ids = [s.state.request.request_id for s in plan.sequences if s.is_sampled]
             outputs += self.scheduler.commit(plan, {i: SampledToken(self.script.get(i, 5)) for i in ids})
         self._take(outputs)
-        return plan
 
     def _take(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:

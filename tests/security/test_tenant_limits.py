@@ -16,7 +16,13 @@ import pytest
 
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.core import RequestOutput
-from loraplex.errors import EngineDeadError, EngineOverloadedError, JournalError
+from loraplex.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    EngineShutdownError,
+    JournalError,
+    LoraplexError,
+)
 from loraplex.server import ServerConfig, create_app
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
@@ -293,6 +299,32 @@ async def test_usage_is_what_answers_said(server: Tenancy) -> None:
         assert (await client.delete("/v1/adapters/sql")).status_code == 200
         for adapter, num in rows.items():  # a row that is listed is found by its name, whatever became of the adapter
             assert [row["requests"] for row in await usage_of(client, adapter=adapter)] == [num]
+
+
+async def test_a_prompt_that_is_echoed_alone_costs_no_token_of_an_answer(server: Tenancy) -> None:
+    """The engine draws one that the client does not get."""
+    limit(server, tokens_per_minute=1000)
+    async with client_as(server, "acme") as client:
+        answer = await client.post("/v1/completions", json={**BODY, "max_tokens": 0, "echo": True, "n": 2})
+        assert answer.json()["usage"]["completion_tokens"] == 0
+        (row,) = await usage_of(client)
+        assert (row["requests"], row["generated_tokens"]) == (1, 0)
+        assert row["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("error", "requests"),
+    [(EngineOverloadedError("full"), 0), (EngineShutdownError("ends"), 0), (EngineDeadError("gone"), 1)],
+)
+async def test_what_a_router_sends_elsewhere_is_counted_there(
+    server: Tenancy, error: LoraplexError, requests: int
+) -> None:
+    async with client_as(server, "acme") as client:
+        server.engine.fail_next(error)
+        assert (await client.post("/v1/completions", json=BODY)).status_code >= 400
+        rows = await usage_of(client)
+        assert sum(row["requests"] for row in rows) == sum(row["errors"] for row in rows) == requests
+        assert sum(row["prompt_tokens"] for row in rows) == 0
 
 
 async def test_aborts_and_errors_are_counted_as_far_as_they_came(server: Tenancy) -> None:

@@ -20,6 +20,7 @@ from loraplex.errors import (
     LoraplexError,
 )
 from loraplex.events import EventKind
+from loraplex.sampling_params import Claim
 from loraplex.server.off_loop import client_of as turns_of
 from loraplex.server.pages import PAGE_PATHS
 from loraplex.tenants.records import Role
@@ -434,6 +435,30 @@ async def test_keys_and_tenants_over_http(server: Tenancy) -> None:
         assert (await client.get("/v1/tenants/gamma")).status_code == 404
         for body in ({"role": "emperor"}, {"role": "admin", "tenant": "acme"}, {"role": "tenant"}):
             assert (await client.post("/v1/keys", json=body)).status_code == 400
+
+
+async def test_a_changed_service_level_is_in_the_next_request(server: Tenancy, acme: httpx.AsyncClient) -> None:
+    assert (await completed(acme, "sql")).status_code == 200
+    assert server.engine.requests[-1].claim == Claim("tenant acme")
+    async with client_of(server.app) as client:
+        client.headers.update(server.headers("admin"))
+        level = {"weight": 2.5, "max_priority": 3, "ttft_target_ms": 200, "itl_target_ms": 50}
+        changed = await client.put("/v1/tenants/acme", json={"service": level})
+        assert (changed.status_code, changed.json()["service"]) == (200, level)
+        sent = await acme.post("/v1/completions", json={"model": "sql", "prompt": "hi", "priority": -3})
+        assert sent.status_code == 200
+        assert server.engine.requests[-1].claim == Claim("tenant acme", 2.5, -3, 200, 50)
+        beyond = await acme.post("/v1/completions", json={"model": "sql", "prompt": "hi", "priority": 4})
+        assert beyond.status_code == 400
+        assert "max_priority of this tenant, 3 allows -3 to 3" in beyond.json()["error"]["message"]
+        kept = await client.put("/v1/tenants/acme", json={"quota": {"concurrency": 9}})
+        assert kept.json()["service"] == level
+        cleared = await client.put("/v1/tenants/acme", json={"service": {}})
+        assert (cleared.json()["service"], cleared.json()["quota"]) == ({}, {"concurrency": 9})
+        for wrong in ({"weight": 0}, {"weight": 1e4}, {"max_priority": -1}, {"itl_target_ms": 0.5}, {"speed": 1}):
+            assert (await client.put("/v1/tenants/acme", json={"service": wrong})).status_code == 400
+    assert (await completed(acme, "sql")).status_code == 200
+    assert server.engine.requests[-1].claim == Claim("tenant acme")
 
 
 async def test_no_key_is_in_a_log_or_an_event(server: Tenancy, caplog: pytest.LogCaptureFixture) -> None:

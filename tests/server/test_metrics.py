@@ -109,6 +109,7 @@ async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: Fa
         ("vllm:request_success_total", {"finished_reason": "length"}, 4),
         ("loraplex:requests_waiting_by_cause", {"cause": "room"}, 2),
         ("loraplex:requests_admitted_total", {"waited_for": "load"}, 14),
+        ("loraplex:target_tokens_total", {"outcome": "itl_missed"}, 21),
         ("loraplex:adapter_loads_total", {"cause": "request"}, 5),
         ("loraplex:adapter_load_seconds_total", None, 1.5),
         ("loraplex:adapter_load_failures_total", None, 7),
@@ -146,6 +147,7 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
         num_generated_tokens=20,
         num_finished={"length": 4},
         num_admitted={"load": 14},
+        target_outcomes={"itl_missed": 21},
         memory=MemoryReport(
             tiers=(TierReport("device", 1024, 4096, 2, 0.25),),
             pinned_bytes=512,

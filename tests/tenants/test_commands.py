@@ -59,6 +59,8 @@ def test_the_life_of_a_tenant(run: Run, place: list[str]) -> None:
     _, tenants, _ = run("tenant", "list", *place)
     assert tenants.startswith("acme\t")
     assert tenants.endswith("\tadapter_bytes=1.07374e+09 pins=3\t/srv/acme\n")
+    assert run("tenant", "change", "acme", "--weight", "2.5", "--itl-target-ms", "40", *place)[0] == 0
+    assert "pins=3 weight=2.5 itl_target_ms=40\t" in run("tenant", "list", *place)[1]
     assert run("tenant", "delete", "acme", *place) == (0, "acme\n", "")
     assert run("tenant", "list", *place)[1] == ""
 
@@ -67,6 +69,7 @@ def test_errors_are_a_line(run: Run, place: list[str]) -> None:
     for arguments, text in (
         (("tenant", "create", "Acme"), "a name has 1 to 63"),
         (("tenant", "create", "acme", "--concurrency", "0"), "concurrency must be > 0"),
+        (("tenant", "create", "acme", "--weight", "0"), "weight must be 0.001 to 1000, got 0"),
         (("tenant", "delete", "acme"), "there is no tenant 'acme'"),
         (("key", "create"), "belongs to a tenant"),
         (("key", "create", "--role", "emperor"), "role 'emperor' is not known"),

@@ -21,6 +21,7 @@ from loraplex.errors import ConfigError, InvalidRequestError, JournalError, Tena
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role, TenantTable, key_digest
+from loraplex.tenants.service_level import ServiceLevel
 from loraplex.tenants.store import TenantStore, open_store
 from loraplex.tenants.usage import Counts, UsageKey, UsageQuery
 from tests.tenants.conftest import BASE, new_state_dir, until
@@ -46,6 +47,27 @@ def test_a_tenant_with_its_roots_and_limits(store: TenantStore) -> None:
     changed = store.change_tenant("acme", limits=Limits(pins=1))
     assert (changed.adapter_roots, changed.limits) == (made.adapter_roots, Limits(pins=1))
     assert store.tenants() == [changed]
+
+
+def test_a_service_level_is_kept_beside_limits(store: TenantStore) -> None:
+    limits, service = Limits(pins=1), ServiceLevel(weight=0.5, ttft_target_ms=100)
+    made = store.create_tenant("acme", limits=limits, service=service)
+    assert store.tenant("acme") == made == store.read().tenants["acme"]
+    assert (made.limits, made.service) == (limits, service)
+    changed = store.change_tenant("acme", service=ServiceLevel(itl_target_ms=20))
+    assert (changed.limits, changed.service) == (limits, ServiceLevel(itl_target_ms=20))
+    changed = store.change_tenant("acme", limits=Limits())
+    assert store.tenant("acme") == changed
+    assert (changed.limits, changed.service) == (Limits(), ServiceLevel(itl_target_ms=20))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weight": 0}, {"weight": float("nan")}, {"max_priority": 1001}, {"ttft_target_ms": 0}, {"itl_target_ms": 10**9}],
+)
+def test_service_levels_that_cannot_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        ServiceLevel(**wrong)
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "a/b", "-a", "a b", "ä", "a" * 64, "..", "a\n"])
@@ -388,6 +410,24 @@ def test_damaged_rows_are_said_and_open_nothing(state_dir: Path, damage: str) ->
         assert table.is_configured, "the server stays closed"
         is_of_keys = "tenant_keys" in damage or "UPDATE tenants" in damage
         assert {key.key_id for key in table.keys.values()} == (set() if is_of_keys else {key_id})
+
+
+@pytest.mark.parametrize(
+    "damage", ["DELETE FROM tenants", "UPDATE tenants SET limits = 7", "UPDATE tenants SET deleted_time = 'soon'"]
+)
+def test_a_tenant_whose_row_is_lost_keeps_its_adapters_to_itself(state_dir: Path, damage: str) -> None:
+    """Else `acme/sql` would be the operator's, for clients with the key of --api-key to use."""
+    filled(state_dir)
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute(damage)
+    for _ in range(2):
+        with closing(open_store(state_dir, None)) as store:
+            table = store.read()
+            assert table.owner_of("acme/sql") == "acme"
+            assert not table.may_see("", "acme/sql")
+            assert table.keys == {}
+        repair.repair_state(state_dir)
+    assert repair.check_state(state_dir).is_whole
 
 
 def test_a_repair_keeps_tenants_whole(state_dir: Path) -> None:

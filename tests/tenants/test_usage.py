@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
@@ -54,7 +55,7 @@ def test_a_request_is_counted_once_however_often_it_is_looked_at(opened: TenantS
         one = tab()
         book.open(one)
         book.flush()
-        assert total(opened) == Counts(requests=1), "a prompt that is not computed costs nothing"
+        assert total(opened) == Counts(), "a prompt that is not computed costs nothing"
         one.first_s = 100.5
         for num_tokens in (1, 3, 7):
             one.output = output(num_tokens, 4)
@@ -90,6 +91,31 @@ def test_the_end_of_a_server_loses_nothing(opened: TenantStore) -> None:
         assert total(opened).generated_tokens == 5
 
 
+def test_a_silent_database_holds_no_end_up_and_what_it_did_not_take_is_said(
+    opened: TenantStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_asked, is_answered = threading.Event(), threading.Event()
+
+    def stands_still(used: Mapping[UsageKey, Counts]) -> None:
+        is_asked.set()
+        is_answered.wait(60)
+
+    monkeypatch.setattr(opened, "add_usage", stands_still)
+    with closing(opened):
+        book = UsageBook(opened, interval_s=0.001)
+        one, late = tab(), tab()
+        book.open(one)
+        one.output = output(5)
+        assert is_asked.wait(60)
+        book.open(late)
+        late.output = output(2)
+        book.end(late)
+        book.close(patience_s=0.01)
+        assert "27 tokens of 2 requests are in no row of usage" in caplog.text
+        is_answered.set()
+        until(lambda: not book.is_writing)
+
+
 def test_a_database_that_is_away_loses_nothing(opened: TenantStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(used: Mapping[UsageKey, Counts]) -> None:
         raise JournalError("the disk is full")
@@ -120,7 +146,9 @@ def test_the_writer_goes_on_after_any_error(opened: TenantStore, monkeypatch: py
 
     monkeypatch.setattr(opened, "add_usage", fails_at_first)
     with closing(opened), closing(UsageBook(opened, interval_s=0.001)) as book:
-        book.open(tab())
+        one = tab()
+        one.output = output(1)
+        book.open(one)
         until(lambda: total(opened).requests == 1)
         assert num_errors == 2
 
@@ -158,12 +186,12 @@ def test_sums_of_many_are_exact(opened: TenantStore, seed: int) -> None:
                         one = tab(adapter, key_id)
                         book.open(one)
                         running.append((one, 0))
-                        expected[key_id, adapter].requests += 1
                     elif running:
                         index = rng.randrange(len(running))
                         one, num_tokens = running[index]
                         more = rng.randrange(1, 5)
                         counts = expected[one.key_id, one.adapter]
+                        counts.requests += one.output is None
                         counts.prompt_tokens += 10 if one.output is None else 0
                         counts.generated_tokens += more
                         one.output = output(num_tokens + more)

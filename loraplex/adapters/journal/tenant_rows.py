@@ -24,7 +24,7 @@ TENANTS_TABLE = sa.Table(
     SCHEMA,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("adapter_roots", sa.Text, nullable=False),  # JSON: a list of texts
-    sa.Column("limits", sa.Text, nullable=False),  # JSON: numbers by name
+    sa.Column("limits", sa.Text, nullable=False),  # JSON: numbers by name, of its service level too
     sa.Column("created_time", sa.Float, nullable=False),
     sa.Column("deleted_time", sa.Float),
 )
@@ -126,7 +126,8 @@ class TenantRows:
 
 
 def read_tenant_rows(connection: sa.Connection, *, with_usage: bool = False) -> TenantRows:
-    """A damaged row opens nothing: it is left out, and a repair drops it."""
+    """A damaged row opens nothing: it is left out, and a repair drops it. A tenant whose name is left, in its row or in
+    a key's, is a deleted one: its adapters do not become the operator's."""
     found = connection.execute(sa.select(ABOUT_TABLE.c.value).where(ABOUT_TABLE.c.key == REVISION)).scalar()
     rows: dict[str, list[Row]] = {}
     damages = []
@@ -142,11 +143,25 @@ def read_tenant_rows(connection: sa.Connection, *, with_usage: bool = False) -> 
             if wrong is None:
                 rows[name].append(row)
             else:
+                if name == TENANTS_TABLE.name and _fault({**row, **_CLOSED}, TenantRow) is None:
+                    rows[name].append({**row, **_CLOSED})  # else its adapters became the operator's
                 damages.append(Damage(None, f"a row of its table {name} ({_shown(row)}) cannot be used: {wrong}"))
+    known = {row["name"] for row in rows["tenants"]}
+    for name in sorted({row["tenant"] for row in rows["tenant_keys"] if row["tenant"] is not None} - known):
+        damages.append(Damage(None, f"tenant {name!r} has keys and no row: it is closed, and its name stays its own"))
+        rows["tenants"].append(_closed_tenant(name))
     if found is None and any(rows[each] for each in ("tenants", "tenant_keys")):
         damages.append(Damage(None, "it has tenants, and no number of their last change"))
         found = "1"
     return TenantRows(found, rows, tuple(damages))
+
+
+_CLOSED: Row = {"adapter_roots": "[]", "limits": "{}", "created_time": 0.0, "deleted_time": 0.0}
+"""Of a tenant that is known by its name alone: deleted, so that its keys open nothing."""
+
+
+def _closed_tenant(name: str) -> Row:
+    return {"name": name, **_CLOSED}
 
 
 def _fault(row: Row, kind: type[msgspec.Struct]) -> str | None:

@@ -3,7 +3,7 @@
 Requests of one tenant, one priority and one content (an adapter, a mix, or the base) are a line, in order of arrival;
 one that ran before, or for which others were paused, is a line of its own. Only heads of lines are looked at:
 
-    which tenant    the one that was served least (shares.py)
+    which tenant    the one that was served least, less its credit (shares.py)
     which line      the least rank of a head: arrival_step + priority * PRIORITY_STEPS, then the order of arrival
     which is next   the line's head; when its content is not there, the whole line lets others pass
 
@@ -25,7 +25,7 @@ from itertools import islice
 from loraplex.core import MixPart, WaitsFor
 from loraplex.engine.schedule_plan import RequestState
 from loraplex.engine.waiting.keyed_heap import KeyedHeap
-from loraplex.engine.waiting.shares import TenantShare
+from loraplex.engine.waiting.shares import HINT_SERVICE, TenantShare
 from loraplex.errors import InvalidRequestError
 
 Rank = tuple[int, int]
@@ -34,6 +34,9 @@ ContentKey = int | tuple[MixPart, ...] | None
 MAX_A_STEP = 256
 NUM_LOOKS = 8
 """At grammars that are not compiled, in a step: threads take them in order, a few at a time."""
+
+URGENT_SHARE = 0.5
+"""Of its target to the first token, after which a waiting request is urgent."""
 
 SEAT = "seat"
 """What requests wait for that wait for no adapter."""
@@ -140,7 +143,9 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[TenantShare, _Lane] = {}  # of tenants that wait
-        self._order: KeyedHeap[_Lane] = KeyedHeap()  # by what they were served, or less: it only grows
+        self._order: KeyedHeap[_Lane] = KeyedHeap()  # by their place, or less: between two looks it only grows
+        self._urgent_at: KeyedHeap[_Lane] = KeyedHeap()  # when their next request becomes urgent
+        self._now_s = 0.0
         self._rooms: dict[_Lane, None] = {}  # in which heads wait for room
         self._lines: dict[object, _Line] = {}  # to which requests that arrive are added
         self._line_of: dict[RequestState, _Line] = {}
@@ -159,25 +164,28 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[RequestState]:
         """By arrival; walks the queue."""
-        return iter(sorted(self._line_of, key=_arrival_index))
+        return iter(sorted(self._line_of, key=arrival_index))
 
     # ------------------------------------------------------------------------------------------------- come and go
 
     def arrive(self, state: RequestState) -> None:
-        """A request comes. Its tenant is lifted when it has no other here."""
-        lane = self._lanes.get(state.share)
-        if lane is None:
-            state.share.served = max(state.share.served, self._floor())
+        """A request comes. Its tenant is lifted when it has no other here; of equals it is then the first."""
+        least = None
+        if state.share not in self._lanes:
+            least = self._least_served()
+            state.share.served = max(state.share.served, self._floor(least))
         key = state.share, state.request.claim.priority, _content_key(state)
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = self._open(state, key)
+        if least is not None:
+            self._order.put(least, least.share.place)  # behind it in the heap
         self._arrivals[state.arrival_index] = state
         self._join(line, state)
 
     def put_back(self, state: RequestState) -> None:
         """A request that ran waits again, at its place."""
-        insort(self._returned, state, key=_arrival_index)
+        insort(self._returned, state, key=arrival_index)
         self._join(self._open(state, None), state)
 
     def remove(self, state: RequestState) -> WaitsFor | None:
@@ -203,22 +211,47 @@ class WaitingQueue:
             self._look(own)
         self._leave(line, state)
 
-    def _floor(self) -> float:
-        least = self._least_served()
+    def tell_time(self, now_s: float) -> None:
+        """Requests that have waited for long enough become urgent."""
+        self._now_s = now_s
+        while (lane := self._urgent_at.first()) is not None and self._urgent_at.key(lane) <= now_s:
+            self._weigh(lane)
+
+    def _weigh(self, lane: _Lane) -> None:
+        """Its next request is another one, or its time has come: give the tenant credit, or take it."""
+        share = lane.share
+        if share.ttft_target_s is None and not share.credit and lane not in self._urgent_at:
+            return
+        line = lane.lines.first()
+        state = None if line is None else line.head
+        self._urgent_at.discard(lane)
+        credit = 0.0
+        if state is not None and share.ttft_target_s is not None and not state.num_output_tokens:
+            urgent_s = state.arrival_s + URGENT_SHARE * share.ttft_target_s
+            if urgent_s <= self._now_s:
+                credit = HINT_SERVICE / share.weight
+            else:
+                self._urgent_at.put(lane, urgent_s)
+        if credit != share.credit:
+            share.credit = credit
+            if lane in self._order:
+                self._order.put(lane, share.place)
+
+    def _floor(self, least: _Lane | None) -> float:
         if least is not None:
             return least.share.served
         return 0.0 if self._last_left is None else self._last_left.served
 
     def _least_served(self) -> _Lane | None:
-        while (lane := self._order.first()) is not None and self._order.key(lane) < lane.share.served:
-            self._order.put(lane, lane.share.served)
+        while (lane := self._order.first()) is not None and self._order.key(lane) < lane.share.place:
+            self._order.put(lane, lane.share.place)
         return lane
 
     def _open(self, state: RequestState, key: object) -> _Line:
         lane = self._lanes.get(state.share)
         if lane is None:
             lane = self._lanes[state.share] = _Lane(state.share)
-            self._order.put(lane, state.share.served)
+            self._order.put(lane, state.share.place)
         content_key = _content_key(state)
         content = self._contents.get(content_key)
         if content is None:
@@ -235,6 +268,7 @@ class WaitingQueue:
         line.lane.num_waiting += 1
         if len(line.members) == 1:
             line.lane.lines.put(line, state.rank)
+        self._weigh(line.lane)
         self._count(line)
 
     def _leave(self, line: _Line, state: RequestState) -> None:
@@ -245,6 +279,7 @@ class WaitingQueue:
             self._close(line)
         elif is_head:
             line.lane.lines.put(line, line.head.rank)
+            self._weigh(line.lane)
             self._look(line)
         else:
             self._count(line)
@@ -252,6 +287,7 @@ class WaitingQueue:
     def _close(self, line: _Line) -> None:
         lane, content = line.lane, line.content
         lane.lines.discard(line)
+        self._weigh(lane)
         if line.key is not None:
             del self._lines[line.key]
         self._look(line)
@@ -308,8 +344,8 @@ class WaitingQueue:
         lane = min(self._rooms, key=_served, default=None)
         return None if lane is None else lane.room.furthest_behind(step_id, aging_steps)
 
-    def least_served_ready(self) -> RequestState | None:
-        """The first request of the tenant that was served least of those that wait, unless it waits for an adapter."""
+    def next_ready(self) -> RequestState | None:
+        """The request that comes next, unless it waits for an adapter."""
         lane = self._least_served()
         line = None if lane is None else lane.lines.first()
         return None if line is None or line.cause_of(line.head) is not None else line.head
@@ -332,7 +368,7 @@ class WaitingQueue:
         for state, _ in zip(self._arrivals.values(), range(num_states), strict=False):
             ahead.append(state)
         if self._returned:
-            ahead.sort(key=_arrival_index)
+            ahead.sort(key=arrival_index)
         return [state for state in ahead[:num_states] if self._line_of[state].cause_of(state) is None]
 
     # ---------------------------------------------------------------------------------------------------- admission
@@ -354,7 +390,7 @@ class WaitingQueue:
         members = {state: line for line in lines for state in line.members.values()}
         assert members == self._line_of
         assert {line for line in lines if line.key is not None} == set(self._lines.values())
-        assert sorted([*self._arrivals, *map(_arrival_index, self._returned)]) == sorted(map(_arrival_index, members))
+        assert sorted([*self._arrivals, *map(arrival_index, self._returned)]) == sorted(map(arrival_index, members))
         for line in lines:
             assert line.members, "a line is empty"
             assert list(line.members) == sorted(line.members), "a line is out of order"
@@ -362,7 +398,9 @@ class WaitingQueue:
             assert line.lane.lines.key(line) == line.head.rank
             is_room = line.cause_of(line.head) is WaitsFor.ROOM
             assert (line.lacks_room is line.head) == is_room
+        assert len(self._urgent_at) == sum(lane in self._urgent_at for lane in self._lanes.values())
         for share, lane in self._lanes.items():
+            assert not share.credit or share.ttft_target_s is not None, "credit without a target"
             assert lane.num_waiting == sum(state.share is share for state in members) > 0
             assert lane in self._order
             num_lacking = sum(line.lacks_room is not None for line in lines if line.lane is lane)
@@ -458,6 +496,7 @@ class Admission:
             self._called.popleft()
         line = self._queue._line_of[state]
         line.lane.lines.discard(line)
+        self._queue._weigh(line.lane)
         self._aside.append(line)
         return line, is_called
 
@@ -468,17 +507,30 @@ class Admission:
             queue._look(line)
         for line in self._aside:
             line.lane.lines.put(line, line.head.rank)
+            queue._weigh(line.lane)
         for lane in self._empty:
             if lane.num_waiting:
-                queue._order.put(lane, lane.share.served)
+                queue._order.put(lane, lane.share.place)
 
 
 def _content_key(state: RequestState) -> ContentKey:
     return state.request.mix or state.request.adapter_id
 
 
-def _arrival_index(state: RequestState) -> int:
+def arrival_index(state: RequestState) -> int:
     return state.arrival_index
+
+
+def last_served(states: Sequence[RequestState]) -> RequestState:
+    """Of requests in order of admission: of the tenant that was served most, then by priority, the newest."""
+    return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
+
+
+def goes_after(state: RequestState, other: RequestState) -> bool:
+    """Whether its KV is given to the other: it came later, or its tenant was served more."""
+    if state.share is other.share:
+        return state.arrival_index > other.arrival_index
+    return state.share.served > other.share.served
 
 
 def _served(lane: _Lane) -> float:

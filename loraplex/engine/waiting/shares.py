@@ -12,14 +12,24 @@ requests that could run, the difference of what they were served in any interval
 
 Prompt tokens from the prefix cache are free, and a preempted request is not charged for its prompt again. A request
 that is admitted is charged for its prompt at once, and for each token when it is known.
+
+A tenant with a target to its first token stands at `served - credit` while its next request has waited for half of
+that. The credit is HINT_SERVICE / weight, so with targets the bound is
+
+    2 * (max(...) + HINT_SERVICE) / least weight
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loraplex.sampling_params import Claim
+
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 """Of one token; a generated one takes about as much as two of a prompt (the paper's weights)."""
+
+HINT_SERVICE = 512.0
+"""Weighted tokens that a tenant may be served before others for the sake of its target to the first token."""
 
 MAX_IDLE_TENANTS = 4096
 """Tenants without a request whose counters are kept, before those that were served least are forgotten."""
@@ -30,7 +40,8 @@ class TenantShare:
     """One tenant: its weight, what it was served (tokens times cost over weight) and how many requests have not ended.
 
     num_running: of them, in the batch.
-    num_prompt_tokens: that were computed for it; num_generated_tokens: that it got.
+    num_prompt_tokens: that were computed for it; num_generated_tokens: that it got. ttft_target_s, itl_target_s: None:
+    it has none. credit: how much less it counts as served, while its next request is urgent.
     """
 
     name: str = ""
@@ -40,6 +51,14 @@ class TenantShare:
     num_running: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    ttft_target_s: float | None = None
+    itl_target_s: float | None = None
+    credit: float = 0.0
+
+    @property
+    def place(self) -> float:
+        """By which tenants are ordered: the least is next."""
+        return self.served - self.credit
 
     def charge_prompt(self, num_tokens: int) -> None:
         self.served += PROMPT_COST * num_tokens / self.weight
@@ -65,14 +84,15 @@ class TenantShares:
         """Those with requests that have not ended."""
         return [share for share in self._shares.values() if share.num_requests]
 
-    def enter(self, name: str, weight: float) -> TenantShare:
-        """A request of the tenant comes; the newest weight counts."""
-        share = self._shares.get(name)
+    def enter(self, claim: Claim) -> TenantShare:
+        """A request of the tenant comes; the newest weight and targets count."""
+        share = self._shares.get(claim.tenant)
         if share is None:
             if len(self._shares) >= self._limit:
                 self._forget()
-            share = self._shares[name] = TenantShare(name)
-        share.weight = weight
+            share = self._shares[claim.tenant] = TenantShare(claim.tenant)
+        share.weight = claim.weight
+        share.ttft_target_s, share.itl_target_s = _seconds(claim.ttft_target_ms), _seconds(claim.itl_target_ms)
         share.num_requests += 1
         return share
 
@@ -82,3 +102,7 @@ class TenantShares:
         for share in idle[: (len(idle) + 1) // 2]:
             del self._shares[share.name]
         self._limit = max(self._max_idle, 2 * len(self._shares))
+
+
+def _seconds(target_ms: int | None) -> float | None:
+    return None if target_ms is None else target_ms / 1000

@@ -162,7 +162,7 @@ class Placement:
 def needs_of(message: msg.AddRequests, rank: int) -> Needs:
     """Of the completions of one prompt. rank: of its adapter.
 
-    Prompts of one adapter and salt share their KV; a salt is a tenant's, and its requests are spread among equals.
+    Prompts of one adapter and salt share their KV. A tenant's requests are spread among equals, whatever their salts.
     """
     request = message.requests[0]
     return Needs(
@@ -172,5 +172,5 @@ def needs_of(message: msg.AddRequests, rank: int) -> Needs:
             message.prompt, f"{request.cache_salt} {request.adapter_digest}", BLOCK_TOKENS * TOKEN_BYTES, MAX_BLOCKS
         ),
         rank=rank,
-        tenant=request.cache_salt or None,
+        tenant=request.claim.tenant or None,
     )

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from loraplex.sampling_params import MAX_PRIORITY, MAX_TARGET_MS, MAX_WEIGHT, MIN_WEIGHT
 from loraplex.server.access import Access, StrictRoute, may_use, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, caller_of
@@ -20,6 +21,7 @@ from loraplex.server.responses import ListReply, encode
 from loraplex.server.tenants.metering import limits_of
 from loraplex.tenants.limits import MAX_LIMIT, Limits
 from loraplex.tenants.records import MAX_LABEL_CHARS, Key, Tenant, TenantTable, as_role
+from loraplex.tenants.service_level import ServiceLevel
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 Roots = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...], Field(max_length=64, strict=False)]
 Count = Annotated[int, Field(ge=0, le=int(MAX_LIMIT))]
 Most = Annotated[int, Field(ge=1, le=int(MAX_LIMIT))]
+TargetMs = Annotated[int, Field(ge=1, le=MAX_TARGET_MS)]
 
 
 class LimitFields(RequestModel):
@@ -45,19 +48,34 @@ class LimitFields(RequestModel):
         return Limits(**self.model_dump())
 
 
+class ServiceFields(RequestModel):
+    """How its requests stand among those of others. What is not sent is the default."""
+
+    weight: Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)] | None = None
+    max_priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
+    ttft_target_ms: TargetMs | None = None
+    itl_target_ms: TargetMs | None = None
+
+    @property
+    def made(self) -> ServiceLevel:
+        return ServiceLevel(**self.model_dump())
+
+
 class CreateTenantRequest(RequestModel):
     """`POST /v1/tenants`. adapter_roots: places inside `--adapter-root` that its keys may load from."""
 
     name: Name
     adapter_roots: Roots = ()
     quota: LimitFields = LimitFields()
+    service: ServiceFields = ServiceFields()
 
 
 class ChangeTenantRequest(RequestModel):
-    """`PUT /v1/tenants/{tenant}`: what is not sent stays; `quota` replaces all of them."""
+    """`PUT /v1/tenants/{tenant}`: what is not sent stays; `quota` replaces all limits, `service` all of that."""
 
     adapter_roots: Roots | None = None
     quota: LimitFields | None = None
+    service: ServiceFields | None = None
 
 
 class CreateKeyRequest(RequestModel):
@@ -85,19 +103,20 @@ class KeysQuery(BaseModel):
 
 
 class TenantCard(msgspec.Struct, frozen=True):
-    """quota: the limits that are set."""
+    """quota: the limits that are set; service: what is set of its service level."""
 
     name: str
     adapter_roots: tuple[str, ...]
     quota: dict[str, float]
+    service: dict[str, float]
     created_time: float
     is_deleted: bool
     object: str = "tenant"
 
     @classmethod
     def of(cls, tenant: Tenant) -> TenantCard:
-        quota = tenant.limits.given()
-        return cls(tenant.name, tenant.adapter_roots, quota, tenant.created_time, tenant.is_deleted)
+        quota, service = tenant.limits.given(), tenant.service.given()
+        return cls(tenant.name, tenant.adapter_roots, quota, service, tenant.created_time, tenant.is_deleted)
 
 
 class KeyCard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -182,15 +201,17 @@ class TenantRoutes:
     async def create_tenant(self, request: Request) -> Response:
         """Make a tenant. From the first one on, every request needs a key."""
         body = await self._bodies.read(request, CreateTenantRequest)
-        made = await self._change(self._store.create_tenant, body.name, body.adapter_roots, body.quota.made)
-        return _json(TenantCard.of(made))
+        wanted = body.name, body.adapter_roots, body.quota.made, body.service.made
+        return _json(TenantCard.of(await self._change(self._store.create_tenant, *wanted)))
 
     @requires(Access.MANAGE_VERB)
     async def change_tenant(self, tenant: str, request: Request) -> Response:
-        """Give a tenant other roots or limits. What it has beyond them stays; what comes is refused."""
+        """Give a tenant other roots, limits, or another service level. What it has beyond its limits stays; what comes
+        is refused."""
         body = await self._bodies.read(request, ChangeTenantRequest)
-        limits = None if body.quota is None else body.quota.made
-        return _json(TenantCard.of(await self._change(self._store.change_tenant, tenant, body.adapter_roots, limits)))
+        limits, service = (None if each is None else each.made for each in (body.quota, body.service))
+        wanted = tenant, body.adapter_roots, limits, service
+        return _json(TenantCard.of(await self._change(self._store.change_tenant, *wanted)))
 
     @requires(Access.MANAGE_VERB)
     async def delete_tenant(self, tenant: str) -> Response:

@@ -24,11 +24,14 @@ from loraplex.errors import (
 from loraplex.server.auth import Caller
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Allowance, Limits, TenantMeter
+from loraplex.tenants.service_level import ServiceLevel
 from loraplex.tenants.usage import OF_MIXES, Tab, UsageBook
 
 Clock = Callable[[], float]
 
 REFUSALS = (EngineOverloadedError, EngineDeadError, EngineShutdownError)
+SENT_ELSEWHERE = (EngineOverloadedError, EngineShutdownError)
+"""A router sends what was refused so to another server, which counts it."""
 
 
 class Accounts:
@@ -42,13 +45,16 @@ class Accounts:
         self._lock = threading.Lock()
         self.book = UsageBook(directory.store, self._count)
 
-    def charge(self, caller: Caller, prompts: Sequence[tuple[AdapterChoice, int, int]]) -> Charge | None:
-        """prompts: adapter, tokens and completions of each. None: there are no tenants."""
+    def charge(
+        self, caller: Caller, prompts: Sequence[tuple[AdapterChoice, int, int]], *, is_prompt_alone: bool = False
+    ) -> Charge | None:
+        """prompts: adapter, tokens and completions of each; is_prompt_alone: no new token is asked for. None: there are
+        no tenants."""
         if not self._directory.table.is_configured:
             return None
         now_s = self._clock()
         tabs = [
-            Tab(caller.fingerprint, caller.scope.tenant or "", _billed(choice), num_tokens, now_s)
+            Tab(caller.fingerprint, caller.scope.tenant or "", _billed(choice), num_tokens, now_s, is_prompt_alone)
             for choice, num_tokens, _ in prompts
         ]
         return Charge(self, caller, tabs, sum(each[1] for each in prompts), sum(each[2] for each in prompts))
@@ -131,6 +137,7 @@ class Charge:
             self.accounts.give_back(self, sum(tab.num_prompt_tokens for tab in self.tabs if tab.output is None))
         for tab in self.tabs:
             tab.has_failed = tab.output is None or not tab.output.finished or was_aborted(tab.output)
+            tab.is_refused = tab.output is None and isinstance(error, SENT_ELSEWHERE)
 
     def end(self) -> None:
         if self._has_begun:
@@ -145,6 +152,11 @@ def was_aborted(output: RequestOutput) -> bool:
 def limits_of(caller: Caller) -> Limits:
     tenant = caller.scope.table.tenants.get(caller.scope.tenant or "")
     return NO_LIMITS if tenant is None else tenant.limits
+
+
+def service_of(caller: Caller) -> ServiceLevel:
+    tenant = caller.scope.table.tenants.get(caller.scope.tenant or "")
+    return DEFAULT_SERVICE if tenant is None else tenant.service
 
 
 def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limits, *, is_asked: bool) -> SamplingParams:
@@ -183,3 +195,4 @@ def _headers(allowances: Mapping[str, Allowance]) -> dict[str, str]:
 
 
 NO_LIMITS = Limits()
+DEFAULT_SERVICE = ServiceLevel()

@@ -1,0 +1,90 @@
+"""Targets of tenants to the first token and between tokens: hints for admission. Pure: the caller tells the time.
+
+Time to first token: the queue gives a tenant credit while its next request is urgent (queue.py, shares.py).
+
+Time between tokens: beside requests that have such a target and draw tokens, a step computes fewer tokens of prompts.
+How many is found by the steps themselves, as in congestion control, between `least` and all of the step's tokens:
+
+    a step took longer than the shortest target    half of what it computed of prompts
+    it took less than CALM_SHARE of it             1/GROWTH of the step's tokens more, if it used what it might
+
+`least` is 1/LEAST_SHARE of the step's tokens, so a prompt takes at most LEAST_SHARE times as many steps, and a request
+that could run waits for no target. What is missed in spite of this is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loraplex.engine.schedule_plan import RequestState, ScheduledSequence
+
+LEAST_SHARE = 8
+GROWTH = 16
+CALM_SHARE = 0.8
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """Tokens that a step may still run; of them, tokens of prompts."""
+
+    num_tokens: int
+    num_prompt_tokens: int
+
+    def fit(self, num_tokens: int) -> int:
+        """How many of a request's next tokens; one alone is a token that was drawn."""
+        return min(num_tokens, self.num_tokens, self.num_prompt_tokens if num_tokens > 1 else self.num_tokens)
+
+    def take(self, num_tokens: int) -> None:
+        self.num_tokens -= num_tokens
+        self.num_prompt_tokens -= num_tokens if num_tokens > 1 else 0
+
+
+class ServiceLevels:
+    """See the module's docstring. outcomes: first tokens (`ttft`) and later ones (`itl`) of requests with a target, by
+    whether they came in time: `ttft_met`, `ttft_missed`, `itl_met`, `itl_missed`."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self._most = self._limit = max_num_batched_tokens
+        self._least = max(1, max_num_batched_tokens // LEAST_SHARE)
+        self._landed_s = 0.0
+        self.outcomes: Counter[str] = Counter()
+
+    def budget(self, running: Sequence[RequestState]) -> StepBudget:
+        """For the next step of the running requests."""
+        is_bound = any(_has_target(state) for state in running)
+        return StepBudget(self._most, self._limit if is_bound else self._most)
+
+    def see_step(self, sequences: Sequence[ScheduledSequence], began_s: float, now_s: float) -> None:
+        """A step is over that was scheduled at `began_s`. With look-ahead it ran when the one before it was over."""
+        seconds, self._landed_s = now_s - max(began_s, self._landed_s), now_s
+        targets = [each.state.share.itl_target_s or 0.0 for each in sequences if _has_target(each.state)]
+        if not targets:
+            return
+        num_prompt_tokens = sum(each.num_tokens for each in sequences if each.num_tokens > 1)
+        if seconds > min(targets):
+            if num_prompt_tokens:
+                self._limit = max(self._least, min(self._limit, num_prompt_tokens // 2))
+        elif seconds < CALM_SHARE * min(targets) and num_prompt_tokens >= self._limit:
+            self._limit = min(self._most, self._limit + max(1, self._most // GROWTH))
+
+    def see_token(self, state: RequestState, now_s: float) -> None:
+        """A request got its newest token."""
+        is_first = state.num_output_tokens <= 1
+        target_s = state.share.ttft_target_s if is_first else state.share.itl_target_s
+        if target_s is not None:
+            is_missed = now_s - state.seen_s > target_s
+            self.outcomes[f"{'ttft' if is_first else 'itl'}_{'missed' if is_missed else 'met'}"] += 1
+        state.seen_s = now_s
+
+    def see_end(self, state: RequestState, now_s: float) -> None:
+        """A request that ends without a token after its target missed it."""
+        target_s = state.share.ttft_target_s
+        if not state.num_output_tokens and target_s is not None and now_s - state.arrival_s > target_s:
+            self.outcomes["ttft_missed"] += 1
+
+
+def _has_target(state: RequestState) -> bool:
+    """Whether it draws tokens, and its tenant has a target between them."""
+    return state.share.itl_target_s is not None and state.num_output_tokens > 0

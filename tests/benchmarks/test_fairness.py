@@ -1,0 +1,28 @@
+"""Shares of tenants on the real engine, by what its steps computed: nothing here is timed."""
+
+from __future__ import annotations
+
+from benchmarks.fairness import BOUND, LIGHT_PROMPT, cost, light, on_and_off, two_clients
+
+
+def test_two_clients_that_always_wait_stay_within_the_bound() -> None:
+    assert two_clients(200, is_shared=True) <= BOUND
+    assert two_clients(200, is_shared=False) > BOUND, "first come, first served does not, so the load says something"
+
+
+def test_a_client_that_comes_and_goes_gets_its_half_while_it_is_there() -> None:
+    share, lack = on_and_off(240, is_shared=True)
+    assert lack <= BOUND / 2
+    assert share > 0.4
+    assert on_and_off(240, is_shared=False)[0] < 0.4
+
+
+def test_a_flood_hardly_delays_one_request() -> None:
+    alone = max(each.steps for each in light(6, LIGHT_PROMPT, 0, is_shared=True))
+    beside = max(each.steps for each in light(6, LIGHT_PROMPT, 48, is_shared=True))
+    assert beside <= 1.5 * alone
+
+
+def test_shares_take_no_more_steps() -> None:
+    first_come = cost(60, is_shared=False, is_own=False).num_steps
+    assert cost(60, is_shared=True, is_own=False).num_steps <= first_come / 0.97 + 1
