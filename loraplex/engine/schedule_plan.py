@@ -41,14 +41,14 @@ class TokenCounts(Protocol):
 class RequestState:
     """A request inside the engine: what it has, how far it is computed, what it waits for.
 
-    token_ids: the prompt's, shared with its other completions until `append`. share: of its tenant.
-    num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
-    num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not
-    known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
-    counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. is_prompt_checked:
-    its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all adapters of a mix, the first
-    of which is in `lora_slot`. grammar: of its output; None: any text. rank: its place among waiting requests of its
-    tenant (waiting/queue.py).
+    token_ids: the prompt's, shared with its other completions until `append`. share: of its tenant. scheduled_s: Unix
+    time when it began to run. num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps
+    in flight compute. num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of
+    them draw a token, not known yet. num_tokens_admitted: how many tokens it had when it last began to run.
+    arrival_step, num_steps_run: counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another
+    adapter. is_prompt_checked: its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all
+    adapters of a mix, the first of which is in `lora_slot`. grammar: of its output; None: any text. rank: its place
+    among waiting requests of its tenant (waiting/queue.py).
     """
 
     request: Request
@@ -60,6 +60,7 @@ class RequestState:
     num_steps_in_flight: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int | None = None
+    scheduled_s: float = 0.0
     num_tokens_admitted: int = 0
     lora_slot: int | None = None
     mix_slots: tuple[int, ...] = ()
@@ -207,5 +208,6 @@ def token_output(
         logprobs=(token.logprobs,) if has_logprobs and token and token.logprobs is not None else None,
         prompt_logprobs=tuple(state.prompt_logprobs) if is_first and has_prompt_logprobs else None,
         num_cached_tokens=state.num_cached_tokens or 0,
+        scheduled_s=state.scheduled_s,
         error=None if error is None else error.to_payload(),
     )

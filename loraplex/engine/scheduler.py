@@ -20,6 +20,7 @@ as no other needs the memory; preemption for lack of KV is by recompute, which t
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -405,7 +406,7 @@ class Scheduler:
             state.share.charge_prompt(state.num_unscheduled_tokens)
         state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
-            state.num_cached_tokens = state.num_computed_tokens
+            state.num_cached_tokens, state.scheduled_s = state.num_computed_tokens, time.time()
             self.num_prompt_tokens += state.num_prompt_tokens
         state.share.num_running += 1
         self._turns.begin(state)

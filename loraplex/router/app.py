@@ -33,6 +33,7 @@ from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, address_of
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
+from loraplex.server.telemetry.tracing import TraceMiddleware, Tracing
 from loraplex.server.urls import TrailingSlash
 
 INFERENCE_PATHS = (*GENERATION_PATHS, "/tokenize", "/detokenize")
@@ -105,7 +106,11 @@ class Own:
 
 
 def create_router_app(
-    fleet: Fleet, settings: RouteSettings, config: ServerConfig, connections: Connections
+    fleet: Fleet,
+    settings: RouteSettings,
+    config: ServerConfig,
+    connections: Connections,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The application. It neither starts nor ends the fleet."""
     metrics, off_loop = RouterMetrics(fleet.replicas, connections, lambda: fleet.num_differing), OffLoop()
@@ -135,7 +140,13 @@ def create_router_app(
     )
     return Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIdMiddleware), guard, Middleware(TrailingSlash), *([cors] if origins else [])],
+        middleware=[
+            Middleware(RequestIdMiddleware),
+            *([] if tracing is None else [Middleware(TraceMiddleware, tracing=tracing)]),
+            guard,
+            Middleware(TrailingSlash),
+            *([cors] if origins else []),
+        ],
         exception_handlers={LoraplexError: _answer, HTTPException: _answer_http},
     )
 

@@ -297,6 +297,7 @@ class _Generation:
 
     prepared: PreparedRequest
     completions: tuple[_Completion, ...]
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     scored: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -328,7 +329,9 @@ class _Generation:
             outputs=tuple(completion.to_output(prepared.lora_request) for completion in self.completions),
             finished=is_finished,
             lora_request=prepared.lora_request,
-            metrics=RequestMetrics(prepared.arrival_s, self.first_token_s, time.time() if is_finished else None),
+            metrics=RequestMetrics(
+                prepared.arrival_s, self.scheduled_s, self.first_token_s, time.time() if is_finished else None
+            ),
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
         )
@@ -453,6 +456,7 @@ class OutputProcessor:
         if generation.first_token_s is None and output.token_ids:
             generation.first_token_s = time.time()
             generation.num_cached_tokens = output.num_cached_tokens
+            generation.scheduled_s = output.scheduled_s or None
 
     @staticmethod
     def _with_text(output: TokenOutput, tokenizer: Tokenizer | None) -> TokenOutput:
