@@ -86,14 +86,14 @@ class RequestTrace:
             "gen_ai.request.top_p": params.top_p,
             **({} if params.max_tokens is None else {"gen_ai.request.max_tokens": params.max_tokens}),
         }
-        if output is None or output.metrics is None:
+        if output is None:
             return
         self.num_completion_tokens += sum(len(each.token_ids) for each in output.outputs)
+        if tab.first_s is not None:
+            waited_s = tab.first_s - tab.began_s
+            self.first_token_s = waited_s if self.first_token_s is None else min(waited_s, self.first_token_s)
         times = output.metrics
-        if times.first_token_time is not None:
-            first_s = times.first_token_time - times.arrival_time
-            self.first_token_s = first_s if self.first_token_s is None else min(first_s, self.first_token_s)
-        if times.first_scheduled_time is not None:
+        if times is not None and times.first_scheduled_time is not None:
             waited_s = max(0.0, times.first_scheduled_time - times.arrival_time)
             self.queue_s = max(waited_s, self.queue_s or 0.0)
 
