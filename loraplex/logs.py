@@ -61,7 +61,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = _fields_of(record).get("request_id", "")
-        of_request = f" [{escaped(request_id)}]" if request_id else ""
+        of_request = f" [{request_id}]" if request_id else ""
         head = f"{_time_of(record)} {record.levelname} {_name_of(record)}: {_message_of(record)}{of_request}"
         lines = [] if not record.exc_info else self.formatException(record.exc_info).split("\n")
         return "\n".join([head, *(f"    {escaped(line)}" for line in lines)])
@@ -176,9 +176,9 @@ def _fields_of(record: logging.LogRecord) -> dict[str, str]:
     context = request_context.get()
     if context is None:
         of_record = getattr(record, "request_id", "")
-        return {"request_id": of_record[:MAX_PATH_CHARS]} if of_record else {}
+        return {"request_id": escaped(of_record[:MAX_PATH_CHARS])} if of_record else {}
     known = {"request_id": context.request_id, "tenant": context.tenant, "adapter": context.adapter}
-    return {name: value[:MAX_PATH_CHARS] for name, value in known.items() if value}
+    return {name: escaped(value[:MAX_PATH_CHARS]) for name, value in known.items() if value}
 
 
 def _access_of(record: logging.LogRecord) -> tuple[str, str, str, str, int] | None:
