@@ -26,6 +26,8 @@ MAX_CHARS = 4096
 """Of a message; the rest is cut off."""
 
 MAX_PATH_CHARS = 256
+"""Of a path, and of each name of a request."""
+
 MAX_TRACEBACK_CHARS = 16_384
 """Of its end, which says what was wrong."""
 
@@ -172,12 +174,11 @@ def _message_of(record: logging.LogRecord) -> str:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, str]:
-    """Of the request that it is about."""
-    context = request_context.get()
-    if context is None:
-        of_record = getattr(record, "request_id", "")
-        return {"request_id": escaped(of_record[:MAX_PATH_CHARS])} if of_record else {}
-    known = {"request_id": context.request_id, "tenant": context.tenant, "adapter": context.adapter}
+    """Of the request that it is about: as the record says, else as the task is."""
+    context, of_record = request_context.get(), getattr(record, "request_id", "")
+    known = {"request_id": of_record}
+    if context is not None and not of_record:
+        known = {"request_id": context.request_id, "tenant": context.tenant, "adapter": context.adapter}
     return {name: escaped(value[:MAX_PATH_CHARS]) for name, value in known.items() if value}
 
 

@@ -424,7 +424,7 @@ class OutputProcessor:
         except InvalidRequestError as error:
             return self._failed(request_id, error)
         except Exception as error:  # a tokenizer that fails on one request's tokens must not stop the others
-            logger.exception("the output of request %r cannot be read", request_id)
+            logger.exception("the output of a request cannot be read", extra={"request_id": request_id})
             reason = f"the output of this request cannot be read: {type(error).__name__}: {error}"
             return self._failed(request_id, EngineError(reason))
         if not token_output.token_ids and token_output.finish_reason is None:
