@@ -23,7 +23,7 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
-from loraplex.server.metrics_page import CONTENT_TYPE, MAX_NAMES
+from loraplex.server.metrics_page import CONTENT_TYPE, MAX_ASKED
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 
@@ -232,7 +232,7 @@ class HealthRoutes:
     async def metrics(
         self,
         request: Request,
-        adapter: Annotated[list[AdapterName] | None, Query(max_length=MAX_NAMES)] = None,
+        adapter: Annotated[list[AdapterName] | None, Query(max_length=MAX_ASKED)] = None,
     ) -> Response:
         """Prometheus' text. It is there while the engine is not, and says so. Where there are tenants, a tenant's key
         does not read it. With `adapter=NAME`, repeatable: the series of these adapters alone."""

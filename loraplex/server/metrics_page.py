@@ -31,6 +31,9 @@ COUNTED = {
 }
 """Fields of `Counts`: the end of a series' name, and what it counts."""
 
+MAX_ASKED = 20
+"""Adapters in one question for their series: it needs no key, and each is a dozen lines."""
+
 MAX_NAMES = 100
 """Of adapters in one label: a label of thousands would be a new long series at each scrape."""
 

@@ -25,6 +25,9 @@ HALF_LIFE_S = 3600.0
 ELECTION_S = 30.0
 """How often names that are shown may change."""
 
+LOOK_S = 0.5
+"""How often running requests are looked at, however many ask."""
+
 STAYS = 1.25
 """A name that is shown stays until another one has so many times its tokens."""
 
@@ -93,13 +96,15 @@ class BusiestSeries:
 
 
 class RequestSeries:
-    """What the requests of a server count. Running ones count when it is asked: nothing is added at a token."""
+    """What the requests of a server count. Running ones count when a page is made: nothing is added at a token."""
 
     def __init__(self, max_adapters: int, max_tenants: int, clock: Callable[[], float] = time.monotonic) -> None:
         """max_adapters, max_tenants: most that are shown by name."""
         self._adapters = BusiestSeries(max_adapters, clock)
         self._tenants = BusiestSeries(max_tenants, clock)
         self._open: dict[Tab, Counts] = {}
+        self._clock = clock
+        self._looked_s = -math.inf
 
     def open(self, tab: Tab) -> None:
         self._open[tab] = Counts()
@@ -112,7 +117,7 @@ class RequestSeries:
 
     @property
     def adapters(self) -> BusiestSeries:
-        """With all that was drawn until now. Adapters as registered, BASE, and `OF_MIXES`."""
+        """With all that was drawn until now, or LOOK_S ago. Adapters as registered, BASE, and `OF_MIXES`."""
         self._count_open()
         return self._adapters
 
@@ -127,6 +132,9 @@ class RequestSeries:
         return Counter(tab.adapter or BASE for tab in self._open)
 
     def _count_open(self) -> None:
+        if self._clock() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = self._clock()
         for tab, counted in list(self._open.items()):
             if tab.output is not None or not counted.requests:
                 self._count(tab)
