@@ -19,7 +19,7 @@ ORDER = (
     "errors",
     "logs",
     "interrupt",
-    "environment",
+    "processes",
     "private_folder",
     "config",
     "structured",

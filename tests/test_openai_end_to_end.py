@@ -23,7 +23,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 import loraplex
 from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
@@ -511,6 +511,9 @@ def check_that_adapters_are_refused(server: Server) -> None:
 
 
 class Answer(BaseModel):
+    """Without other properties, which could be as long as a draw has it."""
+
+    model_config = ConfigDict(extra="forbid")
     count: int = Field(ge=0, le=99)
     kind: Literal["red", "blue"]
 

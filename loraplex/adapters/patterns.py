@@ -28,8 +28,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from loraplex.environment import child_environment
 from loraplex.errors import AdapterBusyError, shown
+from loraplex.processes.environment import child_environment
 
 MAX_STEPS = 2_000_000
 MAX_PATTERN_CHARS = 200_000

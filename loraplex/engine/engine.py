@@ -190,7 +190,8 @@ class EngineCore:
             return None
         if self.grammars is None:
             raise InvalidRequestError("this engine compiles no grammars", param="structured_outputs")
-        return self.grammars.start(wanted, request.eos_token_ids, request.output_token_ids)
+        client = request.claim.tenant, request.cache_salt
+        return self.grammars.start(wanted, request.eos_token_ids, request.output_token_ids, client)
 
     def _vocab_size_of(self, adapter_id: int | None) -> int | None:
         """None: the adapter is to be loaded first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,9 +25,7 @@ from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder
 from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import DEVICE_PART, Profiler
-from loraplex.structured.grammars import GrammarCompiler, GrammarState, Words
-
-_Masks = Future[list[Words | None]]
+from loraplex.structured.grammars import GrammarCompiler, GrammarState, StepMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +52,21 @@ class _Arriving:
 
 
 @dataclass(frozen=True, slots=True)
+class _Masks:
+    """Of a step's sampled rows, being made. is_alone: no other rows are in the step."""
+
+    masks: StepMasks
+    states: Sequence[GrammarState | None]
+    is_alone: bool
+
+    def taken(self, rows: Sequence[SamplingRow]) -> tuple[list[SamplingRow], list[int]]:
+        """The rows with their masks, and those whose masks are late."""
+        made = self.masks.take(self.is_alone)
+        late = [row for row, state in enumerate(self.states) if state is not None and made[row] is None]
+        return [replace(row, mask=mask) for row, mask in zip(rows, made, strict=True)], late
+
+
+@dataclass(frozen=True, slots=True)
 class _DeviceTime:
     """The events around a step on a device that runs beside the host."""
 
@@ -78,7 +90,10 @@ class StepHandle:
         prompt_logprobs: Sequence[_PromptLogprobs] = (),
         arriving: _Arriving | None = None,
         device_time: _DeviceTime | None = None,
+        late_rows: Sequence[int] = (),
     ) -> None:
+        """late_rows: those of `sampled` whose masks were not there."""
+        self._late_rows = late_rows
         self._device_time = device_time
         self._sampled = sampled
         self._drawn = drawn
@@ -102,9 +117,11 @@ class StepHandle:
             sequence.state.request.request_id: SampledToken(token_ids[row], output.logprobs[row])
             for row, sequence in enumerate(self._sampled)
         }
+        for row in self._late_rows:
+            tokens[self._sampled[row].state.request.request_id] = SampledToken(0, is_late=True)
         for row in output.failed_rows:
             tokens[self._sampled[row].state.request.request_id] = _odd_token(self._sampled[row])
-        for row in output.barred_rows:
+        for row in set(output.barred_rows).difference(self._late_rows):
             tokens[self._sampled[row].state.request.request_id] = _no_token_left(self._sampled[row].state)
         errors = {} if self._arriving is None else self._arriving.errors()
         return tokens | {each: SampledToken(0, error=error) for each, error in errors.items() if each in tokens}
@@ -235,7 +252,7 @@ class ModelRunner:
             step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
             self._take_pending(step)
             merged = None if self.merger is None else self.merger.layers_for(sole_content(plan))
-        masks = self._begin_masks(step.sampled)
+        masks = self._begin_masks(plan, step.sampled)
         with self._profiler.part("forward"):
             began = self._timed_event()
             hidden, logits = self._forward(step, arriving, merged)
@@ -338,27 +355,30 @@ class ModelRunner:
         masks: _Masks | None = None,
     ) -> StepHandle:
         drawn: DrawnTokens | None = None
+        late_rows: Sequence[int] = ()
         if logits is not None:
-            drawn = self._draw(logits, step.sampled, masks)
+            rows = [_sampling_row(sequence) for sequence in step.sampled]
+            if masks is not None:
+                rows, late_rows = masks.taken(rows)
+            drawn = self._draw(logits, step.sampled, rows)
             self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
         scored = [] if hidden is None else [self._score_prompt(rows, hidden) for rows in step.prompt_rows]
         ended = self._timed_event()
         device_time = None if began is None or ended is None else _DeviceTime(began, ended, self._profiler)
-        return StepHandle(step.sampled, drawn, scored, arriving, device_time)
+        return StepHandle(step.sampled, drawn, scored, arriving, device_time, late_rows)
 
-    def _begin_masks(self, sampled: Sequence[ScheduledSequence]) -> _Masks | None:
+    def _begin_masks(self, plan: SchedulePlan, sampled: Sequence[ScheduledSequence]) -> _Masks | None:
         """Beside the forward pass: a thread makes them, without the interpreter's lock."""
-        states = [each.state.grammar for each in sampled]
-        if self._grammars is None or not any(states):
+        found = [each.state.grammar for each in sampled]
+        if self._grammars is None or not any(found):
             return None
-        return self._grammars.begin_masks([each if isinstance(each, GrammarState) else None for each in states])
+        states = [each if isinstance(each, GrammarState) else None for each in found]
+        is_alone = len(plan.sequences) == len(states) - states.count(None)
+        return _Masks(self._grammars.begin_masks(states), states, is_alone)
 
     def _draw(
-        self, logits: torch.Tensor, sampled: Sequence[ScheduledSequence], masks: _Masks | None = None
+        self, logits: torch.Tensor, sampled: Sequence[ScheduledSequence], rows: Sequence[SamplingRow]
     ) -> DrawnTokens:
-        rows = [_sampling_row(sequence) for sequence in sampled]
-        if masks is not None:
-            rows = [replace(row, mask=mask) for row, mask in zip(rows, masks.result(), strict=True)]
         if logits.shape[1] == self._sampler.vocab_size:
             return self._sampler.launch(logits, rows)
         slots = [BASE_SLOT if each.state.lora_slot is None else each.state.lora_slot for each in sampled]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -83,6 +84,10 @@ class RequestState:
         """It comes now, and not before."""
         self.arrival_index, self.arrival_step = arrival_index, arrival_step
         self.__post_init__()
+
+    def begin(self) -> None:
+        """It runs for the first time, with what was computed of it cached."""
+        self.num_cached_tokens, self.scheduled_s = self.num_computed_tokens, time.time()
 
     def append(self, token_id: int) -> None:
         if isinstance(self.token_ids, tuple):
@@ -180,13 +185,15 @@ class SchedulePlan:
 class SampledToken:
     """What the model runner made of a sampled sequence; `error` when there is no token.
 
-    has_odd_logits: the model gave NaN or no finite maximum, which speaks against the adapter or the base.
+    has_odd_logits: the model gave NaN or no finite maximum, which speaks against the adapter or the base. is_late: the
+    mask of its grammar was not there, so the next step runs the sequence's last token once more.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: LoraplexError | None = None
     has_odd_logits: bool = False
+    is_late: bool = False
 
 
 def token_output(

@@ -20,7 +20,6 @@ as no other needs the memory; preemption for lack of KV is by recompute, which t
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -406,7 +405,7 @@ class Scheduler:
             state.share.charge_prompt(state.num_unscheduled_tokens)
         state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
-            state.num_cached_tokens, state.scheduled_s = state.num_computed_tokens, time.time()
+            state.begin()
             self.num_prompt_tokens += state.num_prompt_tokens
         state.share.num_running += 1
         self._turns.begin(state)
@@ -477,11 +476,13 @@ class Scheduler:
 
     def _commit_sequence(self, sequence: ScheduledSequence, sampled: Mapping[str, SampledToken]) -> TokenOutput | None:
         state = sequence.state
+        token = sampled[state.request.request_id] if sequence.is_sampled else None
         state.num_computed_tokens = sequence.end
+        if token is not None and token.is_late:
+            state.num_computed_tokens = state.num_scheduled_tokens = sequence.end - 1
         self._blocks.commit(state.request.request_id, state.token_ids, state.num_computed_tokens)
-        if not sequence.is_sampled:
+        if token is None or token.is_late:
             return None
-        token = sampled[state.request.request_id]
         if token.has_odd_logits:
             self._blocks.withdraw(state.request.request_id)
         if token.error is not None:

@@ -184,7 +184,7 @@ class AsyncEngine(AdapterVerbs):
 
     def check_grammar(self, wanted: StructuredOutputsParams) -> None:
         """Raises InvalidRequestError for a form that outputs cannot have. It may take seconds: in a thread."""
-        self._front.grammars.check(wanted)
+        self._front.forms.check(wanted)
 
     @property
     def registry(self) -> LoRARegistry | None:
@@ -218,7 +218,7 @@ class AsyncEngine(AdapterVerbs):
             importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
             await asyncio.gather(engine._runners.start(), importing)
             engine._make_front(base_names)
-            await asyncio.to_thread(engine._front.grammars.prepare)
+            await asyncio.to_thread(engine._front.forms.prepare)
             if journal is not None and engine.registry is not None:
                 await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
             engine._runners.consolidate(engine._streams, engine._mover, lambda: engine._profile is not None)
@@ -251,7 +251,7 @@ class AsyncEngine(AdapterVerbs):
             on_change=self._on_registry_change,
         )
         self._at_end.callback(self._front.texts.close)
-        self._at_end.callback(self._front.grammars.close)
+        self._at_end.callback(self._front.forms.close)
 
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         """A verb's thread tells what it did."""

@@ -23,11 +23,11 @@ import zmq.asyncio
 from loraplex import logs
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
-from loraplex.environment import OUTSIDE_SIGNALS, child_environment
 from loraplex.errors import ConfigError, EngineDeadError, EngineTimeoutError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.frontend import messages as msg
 from loraplex.frontend.heartbeat import Heartbeat, ProcessWork
+from loraplex.processes.environment import OUTSIDE_SIGNALS, child_environment
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
@@ -24,7 +25,8 @@ from loraplex.core import (
     mix_digest,
 )
 from loraplex.errors import InvalidRequestError, LoraDisabledError, shortened
-from loraplex.structured.grammars import ByteTokens, GrammarCompiler
+from loraplex.structured.judge import FormJudge
+from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.adapter_text import AdapterTexts
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
@@ -35,10 +37,20 @@ logger = logging.getLogger(__name__)
 RunLater = Callable[[Callable[[], None]], object]
 
 
+class FormChecker(Protocol):
+    """`FormJudge`, or the engine's `GrammarCompiler` where it is in this process."""
+
+    def prepare(self) -> None: ...
+
+    def check(self, params: StructuredOutputsParams) -> None: ...
+
+    def close(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Front:
-    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. grammars: checks the forms
-    of outputs. merged: what is merged into the base weights. scaling_factors: by which adapters may stretch the base's
+    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. forms: checks those of
+    outputs. merged: what is merged into the base weights. scaling_factors: by which adapters may stretch the base's
     context."""
 
     served_model_name: str
@@ -46,7 +58,7 @@ class Front:
     outputs: OutputProcessor
     registry: LoRARegistry | None
     texts: AdapterTexts
-    grammars: GrammarCompiler
+    forms: FormChecker
     merged: str | None = None
     scaling_factors: tuple[float, ...] = ()
 
@@ -168,11 +180,11 @@ def make_front(
     journal: Journal | SharedJournal | None = None,
     on_change: OnChange = lambda kind, name, text, details: None,
     abort_grace_s: float = ABORT_GRACE_S,
-    grammars: GrammarCompiler | None = None,
+    forms: FormChecker | None = None,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. Roots in the config have no links.
 
-    journal, on_change, abort_grace_s: as in `LoRARegistry`. grammars: the engine's, where it is in this process.
+    journal, on_change, abort_grace_s: as in `LoRARegistry`. forms: the engine's compiler, where it is in this process.
     """
     # These bring in torch: a second, spent while an engine process starts.
     from loraplex.adapters.opener import AdapterOpener, no_text
@@ -207,7 +219,7 @@ def make_front(
         OutputProcessor(base.tokenizer),
         registry,
         texts,
-        grammars or GrammarCompiler(ByteTokens, ByteTokens.vocab_size, is_judge=True),
+        forms or FormJudge(),
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )

@@ -130,7 +130,7 @@ class LLM:
             lambda job: job(),  # the last release of an unloaded adapter drops it on the spot: no other thread waits
             served_model_name=config.model,
             on_change=self._on_registry_change,
-            grammars=self.engine.grammars,
+            forms=self.engine.grammars,
             abort_grace_s=0,  # what is aborted lets go in the next step, which no other thread runs
         )
         self._request_ids = itertools.count()
@@ -329,7 +329,7 @@ class LLM:
         text = self._front.text_for(acquired)
         params = params or text.default_params()
         if params.structured_outputs is not None:
-            self._front.grammars.check(params.structured_outputs)
+            self._front.forms.check(params.structured_outputs)
         return self._front.inputs.prepare(
             f"request-{next(self._request_ids)}" if request_id is None else request_id,
             prompt(text.tokenizer) if callable(prompt) else prompt,

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from loraplex import logs
 from loraplex.adapters.merging.wish import MergeWish
 from loraplex.adapters.source import AdapterSource
-from loraplex.environment import child_environment
 from loraplex.errors import LoraplexError, RequestAbortedError, error_from_payload
+from loraplex.processes.environment import child_environment
 
 if TYPE_CHECKING:
     from loraplex.adapters.merging.merge import MergePlan

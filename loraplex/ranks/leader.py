@@ -22,12 +22,12 @@ from loraplex import logs
 from loraplex.config import EngineConfig
 from loraplex.core import Shard
 from loraplex.distributed import RankGroup
-from loraplex.environment import OUTSIDE_SIGNALS
 from loraplex.errors import DeviceLostError, EngineError, error_from_payload
 from loraplex.kernels.plan import LoraSegment
 from loraplex.kernels.protocols import KernelBackend
 from loraplex.kernels.step_batch import StepBatch
 from loraplex.memory.residency.slot_changes import SlotChange
+from loraplex.processes.environment import OUTSIDE_SIGNALS
 from loraplex.ranks.messages import (
     MESSAGE_BYTES,
     AwaitedLogits,

@@ -26,6 +26,7 @@ from loraplex.router.settings import RouteSettings
 from loraplex.router.verbs import AdapterVerbs
 from loraplex.routing import Needs
 from loraplex.server.api_error import ApiError, clipped, error_response
+from loraplex.server.auth import credential_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.browser_guard import AllowedHosts, BrowserGuard
 from loraplex.server.config import ServerConfig
@@ -35,8 +36,9 @@ from loraplex.server.off_loop import OffLoop, address_of
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
 from loraplex.server.telemetry.tracing import TraceMiddleware, Tracing
 from loraplex.server.urls import TrailingSlash
+from loraplex.server.wires.anthropic_errors import AnthropicErrors
 
-INFERENCE_PATHS = (*GENERATION_PATHS, "/tokenize", "/detokenize")
+INFERENCE_PATHS = (*GENERATION_PATHS, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
 
 class RouterHealth(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,14 +69,14 @@ class Inference:
         if refusal is not None:
             return refusal
         body = await read_body(request, self._settings.max_body_bytes)
-        read = partial(needs_of, body, request.headers.get("authorization", ""), self._fleet.base_names)
+        read = partial(needs_of, body, credential_of(request.headers), self._fleet.base_names)
         needs = (
             read() if len(body) <= SHORT_BODY_BYTES else await self._off_loop.run(address_of(request), read, len(body))
         )
         return Relayed(self._fleet, self._metrics, request, body, needs, self._settings.max_attempts)
 
     async def show_model(self, request: Request) -> Response:
-        needs = Needs(request.path_params["model"], tenant=tenant_of(request.headers.get("authorization", "")))
+        needs = Needs(request.path_params["model"], tenant=tenant_of(credential_of(request.headers)))
         return Relayed(self._fleet, self._metrics, request, b"", needs, self._settings.max_attempts)
 
 
@@ -141,6 +143,7 @@ def create_router_app(
     return Starlette(
         routes=routes,
         middleware=[
+            Middleware(AnthropicErrors),
             Middleware(RequestIdMiddleware),
             *([] if tracing is None else [Middleware(TraceMiddleware, tracing=tracing)]),
             guard,

@@ -29,9 +29,14 @@ from loraplex.server.tenants.api import TenantRoutes
 from loraplex.server.tenants.usage_api import UsageRoutes
 from loraplex.server.tokenize_api import TokenizeRoutes
 from loraplex.server.urls import KnownUrls, TrailingSlash
+from loraplex.server.wires.anthropic_errors import AnthropicErrors
+from loraplex.server.wires.anthropic_messages import MessagesRoutes
+from loraplex.server.wires.openai_responses import ResponsesRoutes
 
 ROUTES = (
     OpenAIRoutes,
+    ResponsesRoutes,
+    MessagesRoutes,
     TokenizeRoutes,
     AdapterRoutes,
     MemoryRoutes,
@@ -72,7 +77,8 @@ def _open_paths(config: ServerConfig) -> frozenset[str]:
 
 
 def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing, tracing: Tracing | None = None) -> None:
-    """The last one added sees a request first: its id, its trace, then what browsers may do (guard, CORS), its key."""
+    """The last one added sees a request first: the form of its errors, its id, its trace, then what browsers may do
+    (guard, then CORS), then its key."""
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=_open_paths(config))
     if config.cors_allowed_origins:
         app.add_middleware(
@@ -87,3 +93,4 @@ def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing, tracing:
     if tracing is not None:
         app.add_middleware(TraceMiddleware, tracing=tracing)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(AnthropicErrors)

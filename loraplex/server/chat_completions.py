@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import CompletionOutput, RequestOutput
+from loraplex.server.api_error import error_reply
 from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
@@ -29,7 +30,7 @@ from loraplex.server.responses import (
     written_text,
 )
 from loraplex.server.schemas import ChatCompletionRequest
-from loraplex.server.streaming import in_pieces, sse
+from loraplex.server.streaming import DONE, in_pieces, sse
 from loraplex.text.tools.answer import AnswerDelta
 from loraplex.text.tools.json_calls import CallDelta
 from loraplex.text.tools.wanted import AnswerReading
@@ -40,6 +41,8 @@ WORK_OF_PARSERS = 4
 
 class ChatRenderer:
     """One request's answer: one prompt, `n` choices."""
+
+    end = DONE
 
     def __init__(self, request: ChatCompletionRequest, generation: Generation, reading: AnswerReading) -> None:
         self._request = request
@@ -86,6 +89,9 @@ class ChatRenderer:
                 if choice is not None:
                     yield self._chunk([choice])
 
+    def failure(self, error: Exception) -> bytes:
+        return sse(error_reply(error))
+
     def last_chunk(self) -> bytes:
         """The usage chunk, if it was asked for."""
         if not self._request.usage_options.include_usage:
@@ -121,7 +127,7 @@ class ChatRenderer:
         delta = Cursor().advance(completion)
         said = self._said(completion, delta)
         calls = [
-            ToolCallReply(_call_id(), FunctionReply(written_text(each.arguments, room), each.name or ""))
+            ToolCallReply(new_call_id("call_"), FunctionReply(written_text(each.arguments, room), each.name or ""))
             for each in said.calls
         ]
         message = ChatMessageReply(
@@ -183,8 +189,8 @@ def _call_delta(call: CallDelta, room: AnswerRoom) -> ToolCallDelta:
     arguments = written_text(call.arguments, room)
     if call.name is None:
         return ToolCallDelta(call.index, FunctionReply(arguments))
-    return ToolCallDelta(call.index, FunctionReply(arguments, call.name), _call_id(), "function")
+    return ToolCallDelta(call.index, FunctionReply(arguments, call.name), new_call_id("call_"), "function")
 
 
-def _call_id() -> str:
-    return f"call_{new_request_id()[:24]}"
+def new_call_id(prefix: str) -> str:
+    return prefix + new_request_id()[:24]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput
+from loraplex.server.api_error import error_reply
 from loraplex.server.engine_surface import TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
@@ -22,13 +23,13 @@ from loraplex.server.responses import (
     written_text,
 )
 from loraplex.server.schemas import CompletionRequest
-from loraplex.server.streaming import in_pieces, sse
+from loraplex.server.streaming import DONE, in_pieces, sse
 
 
 class CompletionRenderer:
     """One request's answer. Choice i of prompt p has index p * n + i."""
 
-    work_a_token = 1
+    work_a_token, end = 1, DONE
 
     def __init__(self, request: CompletionRequest, generation: Generation) -> None:
         self._request = request
@@ -57,6 +58,9 @@ class CompletionRenderer:
                 cursor.has_finished = each.finish_reason is not None
                 choice = self._choice(prompt_index, output, each, AnswerRoom())
                 yield sse(encode(self._completion([choice], self._chunk_usage())))
+
+    def failure(self, error: Exception) -> bytes:
+        return sse(error_reply(error))
 
     def last_chunk(self) -> bytes:
         """The usage chunk, if it was asked for."""

@@ -15,6 +15,7 @@ from loraplex.adapters.registry.adapter_name import address_text
 from loraplex.core import AdapterChoice
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.making import AdapterMaker
+from loraplex.processes.bounded import NUM_PROCESSES
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
@@ -148,7 +149,7 @@ class ServerContext:
                 engine.model_info.longest_len,
                 is_strict=config.strict_fields,
             ),
-            prompts=PromptEncoder(engine.model_info, off_loop),
+            prompts=PromptEncoder(engine.model_info, off_loop, OffLoop(NUM_PROCESSES)),
             in_flight=in_flight,
             generator=Generator(engine, in_flight, metrics_page.histograms, series),
             tracing=Tracing.of(config),

@@ -16,8 +16,9 @@ from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, clean_error, requires
-from loraplex.server.api_error import ApiError, error_reply
+from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, caller_of
+from loraplex.server.body import Model
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
@@ -30,7 +31,7 @@ from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
-from loraplex.server.streaming import DONE, EVENT_STREAM, PIECE_BYTES, EventStream, sse, until_disconnect
+from loraplex.server.streaming import EVENT_STREAM, PIECE_BYTES, EventStream, until_disconnect
 from loraplex.server.tenants.callers_names import hide_targets
 from loraplex.server.tenants.metering import limits_of, within_context
 from loraplex.tenants.records import Scope
@@ -55,15 +56,25 @@ LONG_ANSWER = 4096
 
 
 class Renderer(Protocol):
-    """Turns outputs of the engine into the bytes of an answer. work_a_token: of one, over what a plain text takes."""
+    """Turns outputs of the engine into the bytes of an answer. work_a_token: of one, over what a plain text takes.
+
+    failure: what a stream says of an error; end: what its last bytes are, whatever came before.
+    """
 
     work_a_token: int
+    end: bytes
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes: ...
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]: ...
 
     def last_chunk(self) -> bytes: ...
+
+    def failure(self, error: Exception) -> bytes: ...
+
+
+ChatAnswer = Callable[[ChatCompletionRequest, Generation, AnswerReading], Renderer]
+"""What becomes of a conversation's outputs: its request without what is bulky, and how its answers are read."""
 
 
 class AnswerWriter:
@@ -130,15 +141,26 @@ class OpenAIRoutes:
                 _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
             wanted = [(prompt, targets[each], params[each]) for prompt, each in zip(prompts, adapters, strict=True)]
             body = body.without_bulk()
-            generation = self._generation("cmpl", request, body, wanted, arrived_s)
+            generation = self._generation("cmpl-", request, body, wanted, arrived_s)
             return await self._respond(request, generation, CompletionRenderer(body, generation), body.stream)
 
     @requires(Access.KEY)
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
+        return await self.answer_chat(request, ChatCompletionRequest, lambda body: (body, ChatRenderer), "chatcmpl-")
+
+    async def answer_chat(
+        self,
+        request: Request,
+        model: type[Model],
+        converse: Callable[[Model], tuple[ChatCompletionRequest, ChatAnswer]],
+        prefix: str,
+    ) -> Response:
+        """From a body to its answer or stream. converse: makes a conversation of it, and says the form of the answer;
+        prefix: of the answer's id."""
         context, arrived_s = self._context, time.monotonic()
         context.engine.check_can_serve()
-        body = await context.bodies.read(request, ChatCompletionRequest)
+        body, answer = converse(await context.bodies.read(request, model))
         self._check_num_sequences(1, body.n)
         client = client_of(request)
         adapter = context.names.choice_of(body.model, body.lora_path, body.mix, caller_of(request).scope)
@@ -157,8 +179,8 @@ class OpenAIRoutes:
             has_thoughts, is_thinking = context.config.reasoning_parser is not None, opens_thoughts(prompt.text or "")
             reading = AnswerReading(body.wanted_tools, parser, has_thoughts, is_thinking)
             body = body.without_bulk()
-            generation = self._generation("chatcmpl", request, body, [(prompt, target, params)], arrived_s)
-            return await self._respond(request, generation, ChatRenderer(body, generation, reading), body.stream)
+            generation = self._generation(prefix, request, body, [(prompt, target, params)], arrived_s)
+            return await self._respond(request, generation, answer(body, generation, reading), body.stream)
 
     def _with_tools(self, body: ChatCompletionRequest, target: Target) -> tuple[SamplingParams, str | None]:
         """How to sample, and the parser of calls that the model makes as its chat template asks."""
@@ -219,7 +241,7 @@ class OpenAIRoutes:
         wanted: Sequence[tuple[Prompt, Target, SamplingParams]],
         arrived_s: float,
     ) -> Generation:
-        response_id = f"{prefix}-{body.request_id or request.state.request_id}"
+        response_id = f"{prefix}{body.request_id or request.state.request_id}"
         unique = new_request_id()[:16]
         caller = caller_of(request)
         limits = limits_of(caller)
@@ -326,7 +348,7 @@ async def _events(
     renderer: Renderer,
     writer: AnswerWriter,
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
+    """The chunks; an error becomes an event of its own. The last bytes are always the renderer's `end`."""
     num_seen: dict[int, tuple[int, int]] = {}
     try:
         async for chunk in _chunks(generation, renderer, *first, num_seen, writer):
@@ -337,11 +359,12 @@ async def _events(
         yield renderer.last_chunk()
     except LoraplexError as error:
         generation.clean(error)
-        yield sse(error_reply(error))
+        yield renderer.failure(error)
     except Exception as error:
         _log.exception("a stream failed")
-        yield sse(error_reply(error))
-    yield DONE
+        yield renderer.failure(error)
+    if renderer.end:
+        yield renderer.end
 
 
 async def _chunks(

@@ -38,11 +38,15 @@ MAX_COUNTED_IDS = 2**18
 
 
 class PromptEncoder:
-    """`client` of its methods is whose turn a long text takes, `text` what the prompt's adapter reads it with."""
+    """`client` of its methods is whose turn a long text takes, `text` what the prompt's adapter reads it with.
 
-    def __init__(self, model_info: ModelInfoSurface, off_loop: OffLoop) -> None:
+    renders: for chat templates of adapters, which wait for a process; one that costs all it may holds up no other work.
+    """
+
+    def __init__(self, model_info: ModelInfoSurface, off_loop: OffLoop, renders: OffLoop) -> None:
         self._model_info = model_info
         self._off_loop = off_loop
+        self._renders = renders
 
     async def from_field(
         self,
@@ -98,10 +102,13 @@ class PromptEncoder:
         """Messages through the chat template. Raises InvalidRequestError if there is none or it refuses."""
         num_chars = sum(map(_num_chars, chat.messages))
         self._check_chars(num_chars, text, "messages")
-        has_more = chat.tools or chat.documents or chat.chat_template_kwargs or text.renders_apart
+        has_more = chat.tools or chat.documents or chat.chat_template_kwargs
         is_long = has_more or len(chat.messages) > 64 or any(message.tool_calls for message in chat.messages)
         render = functools.partial(_rendered, chat, text)
-        words = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client, True)
+        if text.renders_apart:
+            words = await self._renders.run(client, render, num_chars, is_next=True)
+        else:
+            words = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client, True)
         max_ids = max_ids or self.max_model_len(text)
         return await self._encoded(words, text, chat.add_special_tokens, "messages", max_ids, client)
 

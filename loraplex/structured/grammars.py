@@ -12,19 +12,16 @@ One whose masks take too long all the same ends its request alone.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import re
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,15 +30,15 @@ import numpy.typing as npt
 from loraplex.errors import InvalidRequestError, shortened
 from loraplex.structured.params import StructuredOutputsParams
 
-MAX_COMPILED = 32
-MAX_VERDICTS = 128
-"""Kept, so that equal ones are compiled, or judged, once."""
-
-MAX_GROWTH_BYTES = 2**25
-"""Of a process that compiles a grammar: some of 18 KB take 500 MB, and no count of llguidance's is near to it."""
+MAX_COMPILED = 16
+"""Kept, so that equal ones are compiled once. With the states that masks add, one may take 60 MB."""
 NUM_COMPILE_THREADS = 2
 MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
+
+MIN_WAIT_S, MAX_WAIT_S = 0.002, 0.01
+"""Of a step for masks when its forward pass is launched, or has ended on a CPU: as long again as that took. Rows whose
+mask is late sit the step out."""
 
 TOKENS_AT_ONCE = 8
 """Of an output that a request brings, between two chances for other threads."""
@@ -49,21 +46,20 @@ TOKENS_AT_ONCE = 8
 MAX_GBNF_RULES = 256
 """The translation is Python's, and takes quadratic time in them: 50 ms for so many."""
 
-MAX_STEP_CPU_S = 0.03
-"""What the grammars of a step may take together, by their means: above it the costliest ends, and the next."""
-MIN_TOKENS_JUDGED = 16
-"""The first masks of a grammar take longer than all others."""
-
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
+    "step_max_items": 2000,
     "max_lexer_states": 8192,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
 }
-"""Of llguidance's ParserLimits: a tenth to a quarter of its own. A lexer state takes up to 2 KiB."""
+"""Of llguidance's ParserLimits: a tenth to a quarter of its own. A lexer state takes up to 2 KiB.
+
+Items are what ambiguous grammars are made of, and time is quadratic in those of one step: 5,000 take 10 ms, 2,000
+take 3 ms. Unions of 100 objects, and 48 functions, take fewer than 2,000, ordinary schemas fewer than 50.
+"""
 
 MAX_REASON_CHARS = 300
 _WORD_BITS = 32
@@ -89,33 +85,28 @@ class GrammarTokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-class ByteTokens:
-    """A vocabulary of bytes: enough to say whether a grammar can be compiled. A real one takes up to a second, in which
-    no other thread of its process runs."""
-
-    special_ids: Collection[int] = ()
-    vocab_size = 256
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
-
-
 class GrammarState:
     """The grammar of one request, as far as its output has come. `is_ready` and `commit` belong to the thread that
     steps, `fill` to the one that makes masks, never at the same time.
 
-    is_complete: nothing can follow any more. error: why no mask can be made.
+    client: whose request it is; masks are made of one client's and another's in turn. is_complete: nothing can follow
+    any more. error: why no mask can be made. num_waits: how many steps went on without its mask.
     """
 
     def __init__(
-        self, matcher: Future[Any], eos_token_ids: Sequence[int], clock: Callable[[], float] = time.thread_time
+        self,
+        matcher: Future[Any],
+        eos_token_ids: Sequence[int],
+        client: Hashable = None,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """clock: processor seconds of the thread that asks."""
+        self.client = client
         self._future = matcher
         self._clock = clock
-        self._cpu_s = 0.0
-        self._num_tokens = 0
         self._eos_token_ids = tuple(eos_token_ids)
+        self._words: Words | None = None
+        self.num_waits = 0
         self.is_complete = False
         self.error: InvalidRequestError | None = None
 
@@ -123,18 +114,10 @@ class GrammarState:
         """Whether it is compiled. Raises InvalidRequestError for what cannot be."""
         return self._future.done() and self._future.result() is not None
 
-    @property
-    def cost_s(self) -> float:
-        """Processor seconds of a token, in the mean: its mask and its commit. 0 until there are enough to judge by."""
-        return self._cpu_s / self._num_tokens if self._num_tokens >= MIN_TOKENS_JUDGED else 0.0
-
-    def refuse(self) -> None:
-        """It ends for what it costs."""
-        self.error = _wrong("it takes too long to find the tokens that may follow: make it simpler")
-
     def commit(self, token_id: int) -> None:
         """The token is part of the output."""
-        matcher, began_s = self._future.result(), self._clock()
+        matcher = self._future.result()
+        self._words, self.num_waits = None, 0
         with self._guarded():
             if token_id in self._eos_token_ids and matcher.is_accepting():
                 self.is_complete = True
@@ -142,8 +125,6 @@ class GrammarState:
                 self.error = _wrong(f"a token did not fit: {matcher.get_error()}")
             else:
                 self.is_complete = matcher.is_stopped()
-        self._cpu_s += self._clock() - began_s
-        self._num_tokens += 1
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -157,7 +138,12 @@ class GrammarState:
 
     def fill(self, vocab_size: int) -> Words:
         """The mask of the next token over the base's vocabulary; all zero when there is an error. End tokens are in it
-        where the output may end: the request's own, also those that an adapter added."""
+        where the output may end: the request's own, also those that an adapter added. It is kept until `commit`."""
+        if self._words is None:
+            self._words = self._filled(vocab_size)
+        return self._words
+
+    def _filled(self, vocab_size: int) -> Words:
         num_words = vocab_size // _WORD_BITS + 1  # with the token that stands for the end
         words = np.zeros(max(num_words, 1 + max(self._eos_token_ids, default=0) // _WORD_BITS), np.int32)
         matcher = self._future.result()
@@ -170,8 +156,8 @@ class GrammarState:
                 if matcher.is_error():
                     self.error = _wrong(matcher.get_error())
                 elif self._clock() - began_s > MAX_MASK_CPU_S:
-                    self.refuse()
-        self._cpu_s += self._clock() - began_s
+                    text = "it takes too long to find the tokens that may follow: make it simpler"
+                    self.error = _wrong(text)
         if self.error is not None:
             words[:] = 0
             return words
@@ -180,6 +166,64 @@ class GrammarState:
         for token_id in self._eos_token_ids if can_end else ():
             bits[token_id // _WORD_BITS] |= np.uint32(1 << token_id % _WORD_BITS)
         return words
+
+
+class StepMasks:
+    """The masks of one step, which `make` fills in one thread while another runs the model and then takes those that
+    are there. A row whose mask is late sits the step out, so no grammar holds up other rows for longer than is said.
+
+    It waits as long for masks as it took since they were begun, within MIN_WAIT_S and MAX_WAIT_S.
+    One mask of each client comes before the second of any; of one client's, those that waited longest.
+    """
+
+    def __init__(self, states: Sequence[GrammarState | None], vocab_size: int) -> None:
+        self._states = states
+        self._vocab_size = vocab_size
+        self._masks: list[Words | None] = [None] * len(states)
+        self._num_rows = self._num_left = sum(state is not None for state in states)
+        self._is_over = False
+        self._made = threading.Condition()
+        self._began_s = time.monotonic()
+
+    def make(self) -> None:
+        for row in self._turns():
+            state = self._states[row]
+            if state is None or self._is_over:
+                return
+            try:
+                words = state.fill(self._vocab_size)
+            except Exception as error:  # no memory, say
+                state.error, words = _wrong(f"its mask cannot be made: {type(error).__name__}"), np.zeros(0, np.int32)
+            with self._made:
+                self._masks[row] = words
+                self._num_left -= 1
+                self._made.notify()
+
+    def _turns(self) -> list[int]:
+        rows = [(state, row) for row, state in enumerate(self._states) if state is not None]
+        turn_of: dict[int, int] = {}
+        num_of: Counter[Hashable] = Counter()
+        for state, row in sorted(rows, key=lambda each: -each[0].num_waits):
+            turn_of[row] = num_of[state.client]
+            num_of[state.client] += 1
+        return sorted(turn_of, key=turn_of.__getitem__)
+
+    def take(self, is_alone: bool) -> list[Words | None]:
+        """Of each row that has a grammar and whose mask is there; the others' state counts the step.
+
+        is_alone: the step has no other rows, so it waits for one mask at least.
+        """
+        with self._made:
+            wait_s = min(max(MIN_WAIT_S, time.monotonic() - self._began_s), MAX_WAIT_S)
+            self._made.wait_for(lambda: not self._num_left, wait_s)
+            if is_alone:
+                self._made.wait_for(lambda: self._num_left < self._num_rows)
+            self._is_over = True
+            masks = list(self._masks)
+        for state, mask in zip(self._states, masks, strict=True):
+            if state is not None and mask is None:
+                state.num_waits += 1
+        return masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +240,8 @@ class GrammarCompiler:
     so what an adapter adds cannot break one.
     """
 
-    def __init__(
-        self, open_tokenizer: Callable[[], GrammarTokenizer | None], vocab_size: int, *, is_judge: bool = False
-    ) -> None:
-        """is_judge: it keeps verdicts and no grammars, and refuses those that take much memory."""
+    def __init__(self, open_tokenizer: Callable[[], GrammarTokenizer | None], vocab_size: int) -> None:
         self._open_tokenizer = open_tokenizer
-        self._is_judge = is_judge
-        self._judging = threading.Lock()  # one at a time: what the process grows by is the grammar's
         self.vocab_size = vocab_size
         self._compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
@@ -233,7 +272,7 @@ class GrammarCompiler:
             known, mine = self._compiled.get(params.digest), Future[Any]()
             if known is None:
                 self._compiled[params.digest] = mine
-                if len(self._compiled) > (MAX_VERDICTS if self._is_judge else MAX_COMPILED):
+                if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             else:
                 self._compiled.move_to_end(params.digest)
@@ -245,42 +284,15 @@ class GrammarCompiler:
         return outcome
 
     def _outcome(self, params: StructuredOutputsParams) -> Any:
-        """A matcher or a `_Refusal`; of a judge, None or a `_Refusal`."""
+        """A matcher or a `_Refusal`."""
         try:
-            return self._judge(params) if self._is_judge else self._compile(params)
+            return compile_grammar(params, self._tokens())
         except InvalidRequestError as error:
             return _Refusal(error.message)
         except BaseException as error:  # a panic of the library's is no Exception; those of the process are no verdict
             with self._lock:
                 self._compiled.pop(params.digest, None)
             return _Refusal(_wrong(f"the grammar cannot be compiled: {type(error).__name__}").message)
-
-    def _judge(self, params: StructuredOutputsParams) -> None:
-        """What the process does beside it may take memory, too: what seems too large is looked at twice."""
-        with self._judging:
-            for _ in range(2):
-                before = _resident_bytes()
-                matcher = self._compile(params)
-                grown = _resident_bytes() - before
-                del matcher
-                if grown <= MAX_GROWTH_BYTES:
-                    return
-                _give_back()
-                if grown > 4 * MAX_GROWTH_BYTES:
-                    break
-            most = MAX_GROWTH_BYTES >> 20
-            raise _wrong(f"it takes {grown >> 20} MiB of memory, and at most {most} are given: make it simpler")
-
-    def _compile(self, params: StructuredOutputsParams) -> Any:
-        llguidance = _llguidance()
-        limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(self._tokens(), _lark(params, llguidance), log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _wrong(matcher.get_error())
-        matcher.compute_bitmask()  # the first one builds most of the lexer: one that cannot be is refused in time
-        if matcher.is_error():
-            raise _wrong(matcher.get_error())
-        return matcher
 
     def _tokens(self) -> Any:
         """llguidance's view of the vocabulary."""
@@ -292,17 +304,21 @@ class GrammarCompiler:
                         "structured_outputs: this model has no tokenizer, so no form of a text can be asked",
                         param="structured_outputs",
                     )
-                self._vocabulary = _tokens_of(tokenizer, self.vocab_size)
+                self._vocabulary = tokens_of(tokenizer, self.vocab_size)
             return self._vocabulary
 
     def start(
-        self, params: StructuredOutputsParams, eos_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
+        self,
+        params: StructuredOutputsParams,
+        eos_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+        client: Hashable = None,
     ) -> GrammarState:
-        """Of a request, which may have some output already. It is ready when a thread has compiled it."""
+        """Of a client's request, which may have some output already. It is ready when a thread has compiled it."""
         future = self._threads.submit(self._advanced, params, tuple(output_token_ids))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
-        return GrammarState(future, eos_token_ids)
+        return GrammarState(future, eos_token_ids, client)
 
     def _advanced(self, params: StructuredOutputsParams, output_token_ids: tuple[int, ...]) -> Any:
         try:
@@ -328,34 +344,24 @@ class GrammarCompiler:
 
     # ------------------------------------------------------------------------------------------------------------ masks
 
-    def begin_masks(self, states: Sequence[GrammarState | None]) -> Future[list[Words | None]]:
-        """A mask for each request that has a grammar."""
-        return self._mask_thread.submit(self._masks, states)
-
-    def _masks(self, states: Sequence[GrammarState | None]) -> list[Words | None]:
-        masks = [None if each is None else each.fill(self.vocab_size) for each in states]
-        costly = sorted((each for each in states if each is not None), key=lambda each: each.cost_s, reverse=True)
-        step_s = sum(each.cost_s for each in costly)
-        for state in costly:
-            if step_s <= MAX_STEP_CPU_S:
-                break
-            state.refuse()
-            step_s -= state.cost_s
+    def begin_masks(self, states: Sequence[GrammarState | None]) -> StepMasks:
+        """Of each request of a step that has a grammar."""
+        masks = StepMasks(states, self.vocab_size)
+        self._mask_thread.submit(masks.make)
         return masks
 
 
-def _resident_bytes() -> int:
-    """Of this process; 0 where the system has no /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return 0
-
-
-def _give_back() -> None:
-    """What the C library holds of freed memory, where it is glibc."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+def compile_grammar(params: StructuredOutputsParams, tokens: Any) -> Any:
+    """A matcher at its beginning. Raises InvalidRequestError; a panic of the library's is no Exception."""
+    llguidance = _llguidance()
+    limits = llguidance.LLParserLimits(**LIMITS)
+    matcher = llguidance.LLMatcher(tokens, _lark(params, llguidance), log_level=0, limits=limits)
+    if matcher.is_error():
+        raise _wrong(matcher.get_error())
+    matcher.compute_bitmask()  # the first one builds most of the lexer: one that cannot be is refused in time
+    if matcher.is_error():
+        raise _wrong(matcher.get_error())
+    return matcher
 
 
 def _llguidance() -> Any:
@@ -418,8 +424,9 @@ def _own_grammar(text: str) -> str:
     return translated.removeprefix("%llguidance {}")
 
 
-def _tokens_of(tokenizer: GrammarTokenizer, vocab_size: int) -> Any:
-    """Of every token its bytes as the detokenizer writes them; special tokens and those without text are in no mask.
+def tokens_of(tokenizer: GrammarTokenizer, vocab_size: int) -> Any:
+    """llguidance's view of a vocabulary: of every token its bytes as the detokenizer writes them; special tokens and
+    those without text are in no mask.
 
     One more than the model has stands for the end of a text: which tokens end a request is the request's own.
     """

@@ -84,11 +84,16 @@ class StructuredOutputsParams:
         """Of what it says, for whose turn it is to have it compiled."""
         return len(str(getattr(self, self.kind)))
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """All that it asks, as plain data: `StructuredOutputsParams(**said)` is equal to it."""
+        flags = {"is_one_call": self.is_one_call, "disable_any_whitespace": self.disable_any_whitespace}
+        return {self.kind: getattr(self, self.kind), **flags}
+
     @cached_property
     def digest(self) -> bytes:
         """Of all that it asks: equal ones are compiled once."""
-        said = json.dumps([self.kind, getattr(self, self.kind), self.is_one_call, self.disable_any_whitespace])
-        return hashlib.sha256(said.encode()).digest()
+        return hashlib.sha256(json.dumps(self.said).encode()).digest()
 
     def _check_text(self) -> None:
         text = getattr(self, self.kind)

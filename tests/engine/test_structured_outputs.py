@@ -4,7 +4,9 @@ changes no other request."""
 from __future__ import annotations
 
 import json
+import random
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from loraplex import StructuredOutputsParams
 from loraplex.demo.tasks import adapter_path
 from loraplex.errors import InvalidRequestError
+from loraplex.structured.grammars import GrammarState, StepMasks, Words
 from tests.engine.driver import Driver
 from tests.frontend.processes import BASE
 
@@ -104,6 +107,61 @@ def test_ways_of_running_change_nothing(expected: list[Any], settings: dict[str,
     try:
         assert results(driver, submit_all(driver)) == expected
     finally:
+        driver.close()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_late_masks_change_nothing(expected: list[Any], look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose mask is late sits the step out, with its prompt's log probabilities taken once."""
+    take, draws, num_late = StepMasks.take, random.Random(4), 0
+
+    def taken(masks: StepMasks, is_alone: bool) -> list[Words | None]:
+        nonlocal num_late
+        made = take(masks, is_alone)
+        late = [mask is not None and draws.random() < 0.6 for mask in made]
+        num_late += sum(late)
+        return [None if is_late else mask for mask, is_late in zip(made, late, strict=True)]
+
+    driver = driver_of(look_ahead=look_ahead)
+    try:
+        ask = {**ASKS[1], "prompt_logprobs": 1, "max_tokens": 60, "ignore_eos": False}
+        alone = driver.submit(PROMPT, "upper", **ask)
+        driver.finish(2000)
+        monkeypatch.setattr(StepMasks, "take", taken)
+        assert results(driver, submit_all(driver)) == expected
+        again = driver.submit(PROMPT, "upper", **ask)
+        driver.finish(2000)
+        assert driver.outputs[again].prompt_logprobs == driver.outputs[alone].prompt_logprobs
+        assert driver.outputs[again].outputs[0].logprobs == driver.outputs[alone].outputs[0].logprobs
+        assert num_late > 50
+    finally:
+        driver.close()
+
+
+def test_a_late_mask_holds_no_other_row_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the mask of one row is made all others go on, the row without a form by a token a step."""
+    release, fill = threading.Event(), GrammarState.fill
+
+    def slow(state: GrammarState, vocab_size: int) -> Words:
+        assert release.wait(60)
+        return fill(state, vocab_size)
+
+    monkeypatch.setattr(GrammarState, "fill", slow)
+    driver = driver_of()
+    try:
+        formed = driver.submit(PROMPT, None, structured_outputs=COMPACT, max_tokens=60, ignore_eos=False)
+        while driver.engine.grammars is not None and driver.engine.grammars.is_busy:
+            driver.engine.grammars.wait(60)
+        plain = driver.submit(PROMPT, None, max_tokens=40)
+        while not driver.outputs.get(plain) or not driver.outputs[plain].finished:
+            driver.step()
+        assert not driver.outputs.get(formed) or not driver.outputs[formed].outputs[0].token_ids
+        driver.check_integrity()
+        release.set()
+        driver.finish(2000)
+        assert set(json.loads(driver.outputs[formed].outputs[0].text)) == {"kind", "n"}
+    finally:
+        release.set()
         driver.close()
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from loraplex.cli import serve
 from loraplex.demo.tasks import adapter_path, assets_path
-from loraplex.environment import child_environment
 from loraplex.errors import ConfigError
+from loraplex.processes.environment import child_environment
 from loraplex.server import ServerConfig
 from loraplex.server import run as server_run
 from loraplex.server.api_keys import KeySettings, fingerprint, read_keys

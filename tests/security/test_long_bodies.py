@@ -20,8 +20,8 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS
 from loraplex.server.body import MAX_LONG_NUMBERS, check_num_values
 from loraplex.server.off_loop import SHORT_BYTES, OffLoop, client_of
-from loraplex.server.prompts import MAX_CHARS_OF_PROMPTS, PIECE_CHARS, PromptEncoder
-from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from loraplex.server.prompts import LONG_TEXT_CHARS, MAX_CHARS_OF_PROMPTS, PIECE_CHARS, PromptEncoder
+from loraplex.server.schemas import ChatCompletionRequest, ChatFields, CompletionRequest, SamplingFields
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer
 from loraplex.testing.fake_engine import FakeModelInfo, FakeText
 
@@ -132,7 +132,7 @@ class Encoder:
     def __init__(self, max_model_len: int) -> None:
         self.tokenizer, self.off_loop = CountingTokenizer(), CountingOffLoop()
         info = FakeModelInfo(max_model_len=max_model_len)
-        self.prompts = PromptEncoder(info, self.off_loop)
+        self.prompts = PromptEncoder(info, self.off_loop, OffLoop(2))
 
     async def encode(self, *texts: str) -> int:
         side = FakeText(self.tokenizer)
@@ -173,6 +173,36 @@ async def test_one_long_text_is_counted_in_turns() -> None:
         await encoder.encode("a" * 2**20)
     assert encoder.off_loop.sizes == [PIECE_CHARS]
     assert encoder.tokenizer.lengths == [PIECE_CHARS]
+
+
+class SlowTemplate(FakeTokenizer):
+    """As an adapter's that costs all it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+
+    def apply_chat_template(self, *arguments: Any, **named: Any) -> str:
+        self.begun.release()
+        assert self.may_end.wait(60)
+        return "x"
+
+
+async def test_templates_of_adapters_hold_up_no_long_texts() -> None:
+    """Two clients had all threads, and a third one's text of the base model waited for them."""
+    encoder, template = Encoder(max_model_len=2**17), SlowTemplate()
+    chat = ChatFields.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    slow = FakeText(template, renders_apart=True)
+    renders = [
+        asyncio.ensure_future(encoder.prompts.from_chat(chat, slow, client)) for client in ("a", "a", "b", "b", "c")
+    ]
+    for _ in range(2):
+        await asyncio.to_thread(template.begun.acquire)
+    async with asyncio.timeout(60):
+        for length in (LONG_TEXT_CHARS + 1, SHORT_BYTES + 1):
+            assert await encoder.encode("a" * length) == 1
+    assert not any(render.done() for render in renders)
+    template.may_end.set()
+    await asyncio.gather(*renders)
 
 
 def test_clients_without_keys_are_networks_of_64_bits() -> None:

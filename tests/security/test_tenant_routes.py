@@ -22,6 +22,9 @@ from tests.server.conftest import client_of
 ROUTES = {
     "POST /v1/completions": Access.KEY,
     "POST /v1/chat/completions": Access.KEY,
+    "POST /v1/responses": Access.KEY,
+    "POST /v1/messages": Access.KEY,
+    "POST /v1/messages/count_tokens": Access.KEY,
     "GET /v1/models": Access.READ,
     "GET /v1/models/{model:path}": Access.READ,
     "POST /tokenize": Access.KEY,

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from loraplex.environment import child_environment
 from loraplex.errors import EngineShutdownError
 from loraplex.logs import RequestContext, request_context
+from loraplex.processes.environment import child_environment
 from loraplex.server.http_protocol import MAX_TINY_CHUNKS
 from loraplex.server.request_id import closing_answer
 from tests.security.tenancy import Tenancy, tenancy
