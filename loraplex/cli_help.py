@@ -27,6 +27,7 @@ GROUPS = (
     "Engine process",
     "Ray Serve",
     "Logging",
+    "Observability",
     "Profile",
     "Model files",
     "Kernels",

@@ -245,8 +245,8 @@ class TokenOutput:
     """What one engine step adds to one request. `finish_reason` is set on the last one.
 
     `logprobs` is parallel to `token_ids`; `prompt_logprobs` (for positions 1.. of the prompt) comes with the first
-    token, or in parts: the last one with it, those before without a token.
-    `error` is `LoraplexError.to_payload()` when finish_reason is `error`.
+    token, or in parts: the last one with it, those before without a token. `error` is `LoraplexError.to_payload()` when
+    finish_reason is `error`. scheduled_s: Unix time when it began to run; 0: in another engine.
     """
 
     request_id: str
@@ -257,6 +257,7 @@ class TokenOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
     error: dict[str, Any] | None = None
+    scheduled_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +265,7 @@ class RequestMetrics:
     """Times in seconds on the clock of `time.time()`; None until they happen."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -274,8 +276,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """Until it is finished it is a `GrowingCompletion`, and `token_ids` and `logprobs` are a `Prefix`, not tuples
-    (text/output_collections.py)."""
+    """Until it is finished a `GrowingCompletion`, and the sequences a `Prefix` of text/output_collections.py."""
 
     index: int
     text: str
@@ -291,7 +292,6 @@ class CompletionOutput:
         return len(self.text)
 
     def text_from(self, begin: int) -> str:
-        """`text[begin:]`."""
         return self.text[begin:]
 
 

@@ -3,6 +3,9 @@
 Names, paths and error texts come from clients. A line break in one would make a line of its own, an escape sequence
 would be obeyed by the operator's terminal: every character that is not printable is written as Python writes it (`\\n`,
 `\\x1b`).
+
+A line that is written for a request names it: what a task writes by its `request_context`, what another process writes
+by the field `request_id` of the record.
 """
 
 from __future__ import annotations
@@ -12,14 +15,21 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TextIO
 
 MAX_CHARS = 4096
 """Of a message; the rest is cut off."""
 
 MAX_PATH_CHARS = 256
+"""Of a path, and of each name of a request."""
+
+MAX_TRACEBACK_CHARS = 16_384
+"""Of its end, which says what was wrong."""
 
 FORMATS = ("text", "json")
 
@@ -30,32 +40,52 @@ _UNPRINTABLE = re.compile(
 _ACCESS = "uvicorn.access"
 
 
+@dataclass(slots=True)
+class RequestContext:
+    """The request that a line is about; "" where it is not known. adapter: as registered."""
+
+    request_id: str
+    tenant: str = ""
+    adapter: str = ""
+
+
+request_context: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
+"""Of the task or thread that writes a line; None beside requests."""
+
+
 def escaped(text: str) -> str:
     """On one line, without anything that changes how the line looks."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T09:30:00.125Z INFO loraplex.server: message`; the lines of a traceback follow, each indented."""
+    """`2026-01-31T09:30:00.125Z INFO loraplex.server: message [request id]`; lines of a traceback follow, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{_time_of(record)} {record.levelname} {_name_of(record)}: {_message_of(record)}"
+        request_id = _fields_of(record).get("request_id", "")
+        of_request = f" [{request_id}]" if request_id else ""
+        head = f"{_time_of(record)} {record.levelname} {_name_of(record)}: {_message_of(record)}{of_request}"
         lines = [] if not record.exc_info else self.formatException(record.exc_info).split("\n")
         return "\n".join([head, *(f"    {escaped(line)}" for line in lines)])
 
 
 class JsonFormatter(logging.Formatter):
-    """The same as one JSON object a line: time, level, logger, message, exception."""
+    """The same as one JSON object a line: time, level, logger, message, and where they are known request_id, tenant,
+    adapter and exception. Of an answer also client, method, path and status."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {
+        fields: dict[str, str | int] = {
             "time": _time_of(record),
             "level": record.levelname.lower(),
             "logger": _name_of(record),
             "message": _message_of(record),
+            **_fields_of(record),
         }
+        if (access := _access_of(record)) is not None:
+            names = ("client", "method", "path", "status")
+            fields |= dict(zip(names, (*access[:3], access[4]), strict=True))
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = self.formatException(record.exc_info)[-MAX_TRACEBACK_CHARS:]
         return json.dumps(fields)
 
 
@@ -68,8 +98,18 @@ def configure(level: str, form: str = "text", *, with_root: bool = False) -> Non
         logger.handlers = [handler]
         logger.propagate = name is None
         logger.setLevel(level.upper() if name else logging.WARNING)
+    if form == "json" and with_root:
+        _log_stray_lines()
     if level != "debug":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its news of start and end are ours to tell
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line for people, on stdout or an error on `stream`; as a JSON object where lines have that form."""
+    if _has_json_lines():
+        level = logging.INFO if stream is None else logging.ERROR
+        text = JsonFormatter().format(logging.LogRecord(_LOGGERS[0], level, "", 0, "%s", (text,), None))
+    print(text, file=stream, flush=True)
 
 
 def write_any_text(*streams: TextIO) -> None:
@@ -81,13 +121,11 @@ def write_any_text(*streams: TextIO) -> None:
 
 def arguments() -> list[str]:
     """For the command line of a process that should log as this one does: its warnings, or everything."""
-    handlers = logging.getLogger(_LOGGERS[0]).handlers
-    if not handlers or not isinstance(handlers[0].formatter, LineFormatter | JsonFormatter):
+    logger = logging.getLogger(_LOGGERS[0])
+    if not logger.handlers or not isinstance(logger.handlers[0].formatter, LineFormatter | JsonFormatter):
         return []
-    level = max(logging.getLogger(_LOGGERS[0]).level, logging.WARNING)
-    if logging.getLogger(_LOGGERS[0]).level <= logging.DEBUG:
-        level = logging.DEBUG
-    return [logging.getLevelName(level).lower(), FORMATS[isinstance(handlers[0].formatter, JsonFormatter)]]
+    level = logging.DEBUG if logger.level <= logging.DEBUG else max(logger.level, logging.WARNING)
+    return [logging.getLevelName(level).lower(), FORMATS[_has_json_lines()]]
 
 
 def configure_from(given: Sequence[str]) -> None:
@@ -95,6 +133,29 @@ def configure_from(given: Sequence[str]) -> None:
     write_any_text(sys.stderr)
     if given:
         configure(given[0], given[1], with_root=True)
+
+
+def _has_json_lines() -> bool:
+    handlers = logging.getLogger(_LOGGERS[0]).handlers
+    return bool(handlers) and isinstance(handlers[0].formatter, JsonFormatter)
+
+
+def _log_stray_lines() -> None:
+    """Python would write warnings, and the tracebacks of threads and of the process, as plain text."""
+    logging.captureWarnings(True)
+    log = logging.getLogger("loraplex.process")
+
+    def of_thread(given: threading.ExceptHookArgs) -> None:
+        if given.exc_type is not SystemExit:
+            error = given.exc_value or given.exc_type()
+            log.error("a thread ended: %s", given.exc_type.__name__, exc_info=error)
+
+    def of_finalizer(given: sys.UnraisableHookArgs) -> None:
+        log.error("%s: %r", given.err_msg or "an exception was ignored", given.object, exc_info=given.exc_value)
+
+    threading.excepthook = of_thread
+    sys.unraisablehook = of_finalizer
+    sys.excepthook = lambda kind, error, trace: log.critical("the process ends", exc_info=(kind, error, trace))
 
 
 def _time_of(record: logging.LogRecord) -> str:
@@ -106,16 +167,26 @@ def _name_of(record: logging.LogRecord) -> str:
 
 
 def _message_of(record: logging.LogRecord) -> str:
-    text = _access_text(record) if record.name == _ACCESS else record.getMessage()
+    access = _access_of(record)
+    text = '{} "{} {} HTTP/{}" {}'.format(*access) if access is not None else record.getMessage()
     text = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
     return escaped(text)
 
 
-def _access_text(record: logging.LogRecord) -> str:
-    """Without the query, which may hold what is secret."""
-    if not isinstance(record.args, tuple) or len(record.args) != 5:
-        return record.getMessage()
+def _fields_of(record: logging.LogRecord) -> dict[str, str]:
+    """Of the request that it is about: as the record says, else as the task is."""
+    context, of_record = request_context.get(), getattr(record, "request_id", "")
+    known = {"request_id": of_record}
+    if context is not None and not of_record:
+        known = {"request_id": context.request_id, "tenant": context.tenant, "adapter": context.adapter}
+    return {name: escaped(value[:MAX_PATH_CHARS]) for name, value in known.items() if value}
+
+
+def _access_of(record: logging.LogRecord) -> tuple[str, str, str, str, int] | None:
+    """Client, method, path, version and status of an answer. Without the query, which may hold what is secret."""
+    if record.name != _ACCESS or not isinstance(record.args, tuple) or len(record.args) != 5:
+        return None
     client, method, target, version, status = record.args
     path = str(target).partition("?")[0]
     shown = path if len(path) <= MAX_PATH_CHARS else f"{path[:MAX_PATH_CHARS]}..."
-    return f'{client} "{method} {shown} HTTP/{version}" {status}'
+    return str(client), str(method), escaped(shown), str(version), int(str(status))

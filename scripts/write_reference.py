@@ -24,10 +24,12 @@ from prometheus_client.core import Metric
 from loraplex import errors
 from loraplex.cli import app
 from loraplex.cli_help import command_paths, shown_default
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, RunnerReport
+from loraplex.router.metrics import RouterMetrics
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import MetricsPage
+from loraplex.server.telemetry.series import RequestSeries
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -86,11 +88,17 @@ def _default(argument: Argument) -> str:
 
 
 def metrics_page() -> str:
-    families = MetricsPage("model", Connections(ServerConfig(), max_open=1)).families(EngineStats(), {})
+    connections = Connections(ServerConfig(), max_open=1)
+    page = MetricsPage("model", connections, series=RequestSeries(1, 1))
+    reports = [RunnerReport("0", "cpu", stats=EngineStats()), RunnerReport("1", "cpu")]
+    families = page.families(EngineStats(), {}, reports=reports)
     lines = ["# Metrics", "", NOTE, "`GET /metrics`, in Prometheus' text format.", ""]
     lines += ["Every series has the labels `model_name` and `engine`, and those in brackets."]
-    lines += ["The name of a counter ends in `_total` there.", ""]
-    return "\n".join([*lines, *(line for family in families for line in item(_metric(family))), ""])
+    lines += ["The name of a counter ends in `_total` there. `loraplex:runner_*` are there with several runners.", ""]
+    lines += [line for family in families for line in item(_metric(family))]
+    lines += ["", "## `loraplex route`", "", "The router's own, without those labels:", ""]
+    of_router = RouterMetrics((), connections, int).families()
+    return "\n".join([*lines, *(line for family in of_router for line in item(_metric(family))), ""])
 
 
 def _metric(family: Metric) -> str:

@@ -39,6 +39,7 @@ FULL: Object = {
     "auth": {"existingSecret": "loraplex-keys", "guardMetrics": True},
     "autoscaling": {"enabled": True, "minReplicas": 2, "maxReplicas": 5},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
     "router": {"options": {"replica-requests": 64}},
     "resources": {"limits": {"nvidia.com/gpu": 1, "memory": "64Gi"}},
     "allowedHosts": ["api.example.com"],
@@ -122,7 +123,7 @@ def test_lint() -> None:
 def test_objects_are_what_kubernetes_takes(objects: dict[tuple[str, str], Object]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for each in objects.values():
-        if each["kind"] != "ServiceMonitor":  # of the Prometheus operator
+        if each["kind"] not in ("ServiceMonitor", "PrometheusRule"):  # of the Prometheus operator
             validate.validate(each, "1.30", strict=True)
 
 
@@ -208,6 +209,14 @@ def test_it_scales_by_waiting_requests(full: dict[tuple[str, str], Object]) -> N
     assert "replicas" not in full["StatefulSet", "prod-loraplex"]["spec"], "two would set it"
     (metric,) = scaler["metrics"]
     assert metric["pods"]["metric"]["name"] in {name.replace(":", "_") for name in served_metrics()}
+
+
+@helm
+def test_the_rules_are_those_of_the_file(full: dict[tuple[str, str], Object]) -> None:
+    """Their templates are Prometheus' and no template of the chart reads them."""
+    rule = full["PrometheusRule", "prod-loraplex"]
+    assert rule["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
 @helm

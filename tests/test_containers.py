@@ -16,16 +16,19 @@ import socket
 import subprocess
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, RunnerReport
+from loraplex.router.metrics import RouterMetrics
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import MetricsPage
+from loraplex.server.telemetry.series import RequestSeries
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
@@ -101,21 +104,109 @@ def test_compose_names_files_that_exist() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), "open to this machine alone"
 
 
-def served_metrics() -> set[str]:
-    families = MetricsPage("m", Connections(ServerConfig(), max_open=1)).families(EngineStats(), {})
+TARGETS_LABELS = {"instance", "job"}
+"""What Prometheus itself adds."""
+
+ALERTS = ROOT / "deploy" / "helm" / "loraplex" / "files" / "alerts.yaml"
+DASHBOARD = DOCKER / "grafana" / "loraplex.json"
+
+
+@cache
+def served_labels() -> dict[str, set[str]]:
+    """By the name of a sample of a server or a router: the labels that it has."""
+    connections = Connections(ServerConfig(), max_open=1)
+    reports = [RunnerReport("0", "cpu", stats=EngineStats()), RunnerReport("1", "cpu")]
+    page = MetricsPage("m", connections, series=RequestSeries(1, 1))
+    families = [*page.families(EngineStats(), {}, reports=reports), *RouterMetrics((), connections, int).families()]
     endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-    return {family.name + ending for family in families for ending in endings.get(family.type, ("",))}
+    served: dict[str, set[str]] = {}
+    for family in families:
+        for ending in endings.get(family.type, ("",)):
+            labels = {*getattr(family, "_labelnames", ()), *(["le"] if ending == "_bucket" else [])}
+            served.setdefault(family.name + ending, set()).update(labels)
+    return served
+
+
+def served_metrics() -> set[str]:
+    return set(served_labels())
 
 
 def named_metrics(text: str) -> set[str]:
     return set(re.findall(r"(?:vllm|loraplex):\w+", text))
 
 
-@pytest.mark.parametrize("path", [DOCKER / "grafana" / "loraplex.json", ROOT / "docs" / "guides" / "observability.md"])
-def test_dashboards_and_alarms_name_metrics_that_are_served(path: Path) -> None:
-    named = named_metrics(path.read_text())
+def fault_of(query: str) -> str | None:
+    """A query of Prometheus that asks for what no page has."""
+    names = named_metrics(query)
+    if not names or names - served_metrics():
+        return f"{sorted(names - served_metrics())} are not served"
+    for name, matchers in re.findall(r"((?:vllm|loraplex):\w+)\{([^}]*)\}", query):
+        unknown = set(re.findall(r"(\w+)\s*[=!]", matchers)) - served_labels()[name] - TARGETS_LABELS
+        if unknown:
+            return f"{name} has no {sorted(unknown)}"
+    for listed in re.findall(r"by \(([^)]*)\)", query):
+        for name in names:
+            unknown = set(re.findall(r"\w+", listed)) - served_labels()[name] - TARGETS_LABELS
+            if unknown:
+                return f"{name} has no {sorted(unknown)}"
+    for function, name in re.findall(r"(\w+)\(((?:vllm|loraplex):\w+)", query):
+        if (function in ("rate", "increase")) != name.endswith(("_total", "_bucket", "_sum", "_count")):
+            return f"{function} of {name}"
+    return None
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "loraplex:no_such_metric",
+        "loraplex:adapter_requests",
+        'loraplex:memory_chunks{tier="x"}',
+        "sum by (tenant) (rate(loraplex:adapter_requests_total[5m]))",
+        "sum by (le) (rate(vllm:request_queue_time_seconds_sum[5m]))",
+        "rate(loraplex:engine_up[5m])",
+        "up",
+    ],
+)
+def test_queries_that_no_page_answers_are_found(query: str) -> None:
+    assert fault_of(query) is not None
+
+
+def test_every_query_of_the_dashboard_is_answered() -> None:
+    dashboard: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len({str(panel["gridPos"]) for panel in panels}) == len(panels)
+    for panel in panels:
+        for target in panel["targets"]:
+            assert fault_of(target["expr"]) is None, target["expr"]
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            (labels, *_) = (served_labels()[name] for name in named_metrics(target["expr"]))
+            assert shown <= labels, target
+
+
+def test_every_alert_can_fire() -> None:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names) > 5
+    for rule in group["rules"]:
+        assert fault_of(rule["expr"]) is None, rule["expr"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        (labels, *_) = (served_labels()[name] for name in named_metrics(rule["expr"]))
+        kept = re.findall(r"by \(([^)]*)\)", rule["expr"])
+        left = set(re.findall(r"\w+", kept[0])) if kept else labels | TARGETS_LABELS
+        assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= left, rule["alert"]
+
+
+def test_metrics_that_the_guide_names_are_served() -> None:
+    named = named_metrics((ROOT / "docs" / "guides" / "observability.md").read_text())
     assert len(named) > 3
-    assert {name for name in named if name not in served_metrics()} == set()
+    assert named <= served_metrics() | {each.removesuffix("_total") for each in served_metrics()}
+
+
+def test_prometheus_reads_the_rules() -> None:
+    rules = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["rule_files"]
+    mounted = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["prometheus"]["volumes"]
+    (source,) = [volume.split(":")[0] for volume in mounted if volume.split(":")[1] in rules]
+    assert (DOCKER / source).resolve() == ALERTS
 
 
 def test_the_dashboard_uses_the_provisioned_source() -> None:

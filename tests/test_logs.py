@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -140,3 +141,65 @@ def test_a_program_that_has_its_own_logging_keeps_it() -> None:
     assert logs.arguments() == []
     logs.configure_from([])
     assert len(logging.getLogger("loraplex").handlers) == 1
+
+
+def test_lines_name_the_request_that_they_are_written_for(capsys: Capture) -> None:
+    log = logging.getLogger("loraplex.server")
+    for form in logs.FORMATS:
+        logs.configure("info", form)
+        outside = logs.request_context.set(logs.RequestContext("mine", "acme", "acme/s\nql"))
+        log.info("of it")
+        logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "a:5", "POST", "/x?key=1", "1.1", 200)
+        logs.request_context.reset(outside)
+        log.info("beside it")
+        log.error("of another process", extra={"request_id": "theirs\n" + "x" * 999})
+    *text, one, access, beside, other = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2][:30] for line in text] == [
+        "of it [mine]",
+        'a:5 "POST /x HTTP/1.1" 200 [mi',
+        "beside it",
+        "of another process [theirs\\nxx",
+    ]
+    fields = {"request_id": "mine", "tenant": "acme", "adapter": "acme/s\\nql"}
+    assert json.loads(one).items() >= {"message": "of it", **fields}.items()
+    of_access = {"client": "a:5", "method": "POST", "path": "/x", "status": 200}
+    assert json.loads(access).items() >= {"logger": "access", **of_access, **fields}.items()
+    assert json.loads(beside).keys() == {"time", "level", "logger", "message"}
+    assert json.loads(other)["request_id"].startswith("theirs\\nx")
+    assert len(json.loads(other)["request_id"]) <= logs.MAX_PATH_CHARS + 1
+
+
+def test_what_python_writes_by_itself_is_an_object_too() -> None:
+    """Warnings, and tracebacks of threads, finalizers and the process; lines for people on stdout."""
+    code = """
+import threading, warnings
+from loraplex import logs
+logs.configure("info", "json", with_root=True)
+logs.say("ready")
+warnings.warn("a warning")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+class Odd:
+    def __del__(self):
+        raise KeyError("odd")
+Odd()
+raise ValueError("the end\\nof it")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["message"] == "ready"
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["level"] for line in lines] == ["warning", "error", "error", "critical"]
+    assert "a warning" in lines[0]["message"]
+    for line, error in zip(lines[1:], ("ZeroDivisionError", "KeyError", "ValueError: the end"), strict=True):
+        assert error in line["exception"]
+
+
+def test_lines_for_people_stay_text_without_json(capsys: Capture) -> None:
+    logs.configure("info")
+    logs.say("ready")
+    logs.say("error: no", sys.stderr)
+    assert capsys.readouterr() == ("ready\n", "error: no\n")
+    logs.configure("info", "json")
+    logs.say("error: no", sys.stderr)
+    assert json.loads(capsys.readouterr().err).items() >= {"level": "error", "message": "error: no"}.items()

@@ -31,6 +31,9 @@ from loraplex.structured.grammars import GrammarCompiler, GrammarState
 
 logger = logging.getLogger(__name__)
 
+MAX_LOGGED_REQUESTS = 4
+"""Of a step that failed."""
+
 MAX_VOCABULARY = 1 << 29
 """Token ids are less, whatever adapter they are for."""
 
@@ -465,7 +468,9 @@ class StepsInFlight:
             raise error
         if is_device_lost(error):
             raise DeviceLostError(f"the device does not answer any more: {error}") from error
-        logger.error("a step failed; its %d requests end", len(plan.sequences), exc_info=error)
+        request_ids = [sequence.state.request.request_id for sequence in plan.sequences]
+        text, shown = "a step failed; its %d requests end", ", ".join(request_ids[:MAX_LOGGED_REQUESTS])
+        logger.error(text, len(request_ids), exc_info=error, extra={"request_id": shown})
         failure = EngineError(f"the step of this request failed: {type(error).__name__}: {error}")
         return self._scheduler.fail(plan, failure)
 

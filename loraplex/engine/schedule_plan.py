@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -41,14 +42,15 @@ class TokenCounts(Protocol):
 class RequestState:
     """A request inside the engine: what it has, how far it is computed, what it waits for.
 
-    token_ids: the prompt's, shared with its other completions until `append`. share: of its tenant.
-    num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
-    num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not
-    known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
-    counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. is_prompt_checked:
-    its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all adapters of a mix, the first
-    of which is in `lora_slot`. grammar: of its output; None: any text. rank: its place among waiting requests of its
-    tenant (waiting/queue.py). arrival_s: when it came; seen_s: then, or when its newest token came.
+    token_ids: the prompt's, shared with its other completions until `append`. share: of its tenant. scheduled_s: Unix
+    time when it began to run. num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps
+    in flight compute. num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of
+    them draw a token, not known yet. num_tokens_admitted: how many tokens it had when it last began to run.
+    arrival_step, num_steps_run: counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another
+    adapter. is_prompt_checked: its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all
+    adapters of a mix, the first of which is in `lora_slot`. grammar: of its output; None: any text. rank: its place
+    among waiting requests of its tenant (waiting/queue.py). arrival_s: when it came; seen_s: then, or when its newest
+    token came.
     """
 
     request: Request
@@ -60,6 +62,7 @@ class RequestState:
     num_steps_in_flight: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int | None = None
+    scheduled_s: float = 0.0
     num_tokens_admitted: int = 0
     lora_slot: int | None = None
     mix_slots: tuple[int, ...] = ()
@@ -85,6 +88,10 @@ class RequestState:
         """It comes now, and not before."""
         self.arrival_index, self.arrival_step = arrival_index, arrival_step
         self.__post_init__()
+
+    def begin(self) -> None:
+        """It runs for the first time, with what was computed of it cached."""
+        self.num_cached_tokens, self.scheduled_s = self.num_computed_tokens, time.time()
 
     def append(self, token_id: int) -> None:
         if isinstance(self.token_ids, tuple):
@@ -228,5 +235,6 @@ def token_output(
         logprobs=(token.logprobs,) if has_logprobs and token and token.logprobs is not None else None,
         prompt_logprobs=tuple(state.prompt_logprobs) if is_first and has_prompt_logprobs else None,
         num_cached_tokens=state.num_cached_tokens or 0,
+        scheduled_s=state.scheduled_s,
         error=None if error is None else error.to_payload(),
     )

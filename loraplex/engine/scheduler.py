@@ -430,7 +430,7 @@ class Scheduler:
             state.share.charge_prompt(state.num_unscheduled_tokens)
         state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
-            state.num_cached_tokens = state.num_computed_tokens
+            state.begin()
             self.num_prompt_tokens += state.num_prompt_tokens
         state.share.num_running += 1
         self._turns.begin(state)

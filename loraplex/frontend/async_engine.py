@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -263,7 +264,7 @@ class AsyncEngine(AdapterVerbs):
         restarted: it would meet its adapters half restored.
         """
         run: Callable[..., Any] = _logged_load if verb is LoRARegistry.load else verb
-        work = partial(run, self._front.registry_or_refuse(), *args, **kwargs)
+        work = partial(copy_context().run, run, self._front.registry_or_refuse(), *args, **kwargs)
         self.check_can_serve()
         threads = self._views if verb in VIEWS else self._verbs
         result: T = await asyncio.get_running_loop().run_in_executor(threads, work)

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(
-    r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|PAT|DSN)S?(_|$)"
+    r"(HEADER|KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|PAT|DSN)S?(_|$)"
     r"|^(AWS|AZURE|GCP|VAULT|FSSPEC)_"
 )
 _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")

@@ -34,6 +34,7 @@ from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, address_of
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
+from loraplex.server.telemetry.tracing import TraceMiddleware, Tracing
 from loraplex.server.urls import TrailingSlash
 from loraplex.server.wires.anthropic_errors import AnthropicErrors
 
@@ -107,7 +108,11 @@ class Own:
 
 
 def create_router_app(
-    fleet: Fleet, settings: RouteSettings, config: ServerConfig, connections: Connections
+    fleet: Fleet,
+    settings: RouteSettings,
+    config: ServerConfig,
+    connections: Connections,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The application. It neither starts nor ends the fleet."""
     metrics, off_loop = RouterMetrics(fleet.replicas, connections, lambda: fleet.num_differing), OffLoop()
@@ -140,6 +145,7 @@ def create_router_app(
         middleware=[
             Middleware(AnthropicErrors),
             Middleware(RequestIdMiddleware),
+            *([] if tracing is None else [Middleware(TraceMiddleware, tracing=tracing)]),
             guard,
             Middleware(TrailingSlash),
             *([cors] if origins else []),

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraplex.errors import LoraplexError
+from loraplex.logs import request_context
 from loraplex.router.connection import UNREADABLE, Answer, LostError, NotSentError
 from loraplex.router.exchange import answer_headers, sent_headers, target_of
 from loraplex.router.fleet import Fleet
@@ -25,6 +26,7 @@ from loraplex.router.replica import Replica
 from loraplex.routing import Needs
 from loraplex.server.api_error import ApiError, clipped, error_response
 from loraplex.server.streaming import EVENT_STREAM, until_disconnect
+from loraplex.server.telemetry.tracing import current_trace
 from loraplex.server.wires.anthropic_errors import error_event
 
 _log = logging.getLogger("loraplex.router")
@@ -56,6 +58,8 @@ class Relayed(Response):
         self._needs = needs
         self._max_attempts = max_attempts
         self._has_started = False
+        if needs.adapter is not None and (context := request_context.get()) is not None:
+            context.adapter = str(needs.adapter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -91,6 +95,8 @@ class Relayed(Response):
                     raise _lost(replica, error) from error
                 try:
                     self._metrics.count_request(replica.name, answer.status)
+                    if (trace := current_trace.get()) is not None:
+                        trace.attributes["loraplex.replica"] = replica.name
                     refusal = await _refusal(answer, replica)
                     if refusal is not None:
                         if answer.status == 404 and adapter is not None:

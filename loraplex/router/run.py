@@ -25,6 +25,7 @@ from loraplex.server.connections import Connections
 from loraplex.server.http_protocol import bounded_http_protocol
 from loraplex.server.listener import bind, max_connections, raise_descriptor_limit
 from loraplex.server.run import DrainingServer, loop_factory, signals, tune_interpreter, uvicorn_config
+from loraplex.server.telemetry.tracing import Tracing, check_tracing
 from loraplex.server.tls import tls_context
 from loraplex.views.remote import key_of_environment
 
@@ -59,11 +60,12 @@ def run_router(replicas: Sequence[str], settings: RouteSettings, say: Callable[[
         config = settings.server_config
         max_clients(config)
         tls_context(config)
+        check_tracing(config)
         with contextlib.closing(bind(config)) as sock, asyncio.Runner(loop_factory=loop_factory()) as runner:
             tune_interpreter()
             runner.run(route(Fleet(replicas, settings, key_of_environment()), settings, config, sock))
     except LoraplexError as error:
-        print(f"error: {say(error)}", file=sys.stderr, flush=True)
+        logs.say(f"error: {say(error)}", sys.stderr)
         return 1
     return 0
 
@@ -84,7 +86,8 @@ async def route(
 ) -> None:
     """Serve on a bound socket until a signal, then drain. `on_ready` gets the server, whose `stop` ends it."""
     routed = Routed(config, max_clients(config))
-    app = create_router_app(fleet, settings, config, routed.connections)
+    tracing = Tracing.of(config)
+    app = create_router_app(fleet, settings, config, routed.connections, tracing)
     protocol = bounded_http_protocol(config, routed.connections, _admitted)
     server = DrainingServer(routed, uvicorn_config(app, config, protocol), partial(_announce, sock, fleet, config))
     try:
@@ -94,6 +97,8 @@ async def route(
             await server.serve(sockets=[sock])
     finally:
         await fleet.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 def _admitted(headers: Headers) -> Caller:
@@ -107,4 +112,4 @@ def _announce(sock: socket.socket, fleet: Fleet, config: ServerConfig) -> None:
     scheme = "http" if config.ssl_certfile is None else "https"
     num_open, num_all = fleet.num_open, len(fleet.replicas)
     _log.info("process %d, replicas: %s", os.getpid(), ", ".join(each.name for each in fleet.replicas))
-    print(f"Loraplex routes: {scheme}://{address}:{port} to {num_open} of {num_all} replicas", flush=True)
+    logs.say(f"Loraplex routes: {scheme}://{address}:{port} to {num_open} of {num_all} replicas")

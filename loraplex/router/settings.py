@@ -61,6 +61,11 @@ class RouteSettings:
     )
     log_format: str = setting("text", "form of log lines: text or json")
     access_log: bool = setting(True, "a log line for each request")
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "URL that a span of each request is exported to, by OTLP over HTTP (default: nowhere); needs loraplex[otel]",
+        group="Observability",
+    )
 
     def __post_init__(self) -> None:
         checks = [
@@ -92,6 +97,7 @@ class RouteSettings:
             log_level=self.log_level,
             log_format=self.log_format,
             access_log=self.access_log,
+            otlp_traces_endpoint=self.otlp_traces_endpoint,
         )
 
 

@@ -52,7 +52,7 @@ def run_on_ray(config: RayConfig, say: Callable[[LoraplexError], str] = str) -> 
             tune_interpreter()
             return runner.run(_serve(fleet_of, server, sock))
     except LoraplexError as error:
-        print(f"error: {say(error)}", file=sys.stderr, flush=True)
+        logs.say(f"error: {say(error)}", sys.stderr)
         return 1
 
 
@@ -125,4 +125,4 @@ def _announce(sock: socket.socket, watch: Watch, config: ServerConfig) -> None:
     address = f"[{host}]" if ":" in host else host
     scheme, served = "http" if config.ssl_certfile is None else "https", ", ".join(config.served_model_names)
     count = watch.num_running
-    print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} (replicas on Ray: {count})", flush=True)
+    logs.say(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} (replicas on Ray: {count})")

@@ -17,7 +17,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from loraplex.errors import (
     AdapterError,
@@ -175,14 +174,6 @@ def _place(parts: Sequence[object]) -> str:
 def _is_tag(part: object) -> bool:
     """Whether a part of a place is no field but one of a union's shapes (`<texts>`, named so in schemas.py)."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
-
-
-def closing_answer(error: ApiError) -> bytes:
-    """An answer of this server on a connection that is closed after it, as bytes."""
-    body = error_reply(error)
-    retry = b"retry-after: 1\r\n" if error.status == 503 else b""
-    head = b"content-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n" % (len(body), retry)
-    return STATUS_LINE[error.status] + head + body
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from loraplex.server.openapi import DescribedApi
 from loraplex.server.pages import PAGE_PATHS, PageRoutes
 from loraplex.server.profile_api import ProfileRoutes
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
+from loraplex.server.telemetry.tracing import TraceMiddleware, Tracing
 from loraplex.server.tenants.api import TenantRoutes
 from loraplex.server.tenants.usage_api import UsageRoutes
 from loraplex.server.tokenize_api import TokenizeRoutes
@@ -67,7 +68,7 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
     known = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(HTTPException, KnownUrls(known).answer)
     app.open_paths = _open_paths(context.config) if context.keys.has_keys else None
-    add_middleware(app, context.config, context.keys)
+    add_middleware(app, context.config, context.keys, context.tracing)
     return app
 
 
@@ -75,9 +76,9 @@ def _open_paths(config: ServerConfig) -> frozenset[str]:
     return (OPEN_PATHS | PAGE_PATHS) - ({METRICS_PATH} if config.guard_metrics else set())
 
 
-def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing) -> None:
-    """The last one added sees a request first: the form of its errors, its id, then what browsers may do (guard, then
-    CORS), then its key."""
+def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing, tracing: Tracing | None = None) -> None:
+    """The last one added sees a request first: the form of its errors, its id, its trace, then what browsers may do
+    (guard, then CORS), then its key."""
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=_open_paths(config))
     if config.cors_allowed_origins:
         app.add_middleware(
@@ -89,5 +90,7 @@ def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing) -> None:
         )
     app.add_middleware(TrailingSlash)
     app.add_middleware(BrowserGuard, hosts=AllowedHosts.of(config), allowed_origins=config.cors_allowed_origins)
+    if tracing is not None:
+        app.add_middleware(TraceMiddleware, tracing=tracing)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(AnthropicErrors)

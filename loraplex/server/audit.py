@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend.event_hub import EventHub
+from loraplex.logs import request_context
 from loraplex.server.api_error import CLIENT_CLOSED_REQUEST, MAX_SHOWN_CHARS, status_of
 from loraplex.server.auth import KEYLESS, caller_of
 
@@ -54,6 +55,8 @@ class Audit:
 
     def _record(self, request: Request, route: str, status: int) -> None:
         names = _adapters_of(request)
+        if names and (context := request_context.get()) is not None:
+            context.adapter = names[0]
         caller, client = caller_of(request), _client_of(request)
         key, tenant = caller.fingerprint, caller.scope.tenant
         said = _shown(key, tenant)

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from loraplex.logs import request_context
 from loraplex.server.api_error import ApiError, error_response
 from loraplex.server.api_keys import fingerprint
 from loraplex.server.config import ServerConfig
@@ -160,6 +161,8 @@ class ApiKeyMiddleware:
         caller = self._caller_of(scope)
         if caller is not None:
             scope.setdefault("state", {})["caller"] = caller
+            if caller.scope.tenant and (context := request_context.get()) is not None:
+                context.tenant = caller.scope.tenant
             await self._app(scope, receive, send)
             return
         error = ApiError(

@@ -33,6 +33,10 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 _NO_HOST = "allowed_hosts has {!r}; write a name without scheme and port, such as api.example.com"
 _NO_ORIGIN = "cors_allowed_origins has {!r}; write scheme://host[:port] without a path, such as https://app.example.com"
 _NO_ROOT = "adapter_roots has {!r}, which is no place in an object store; write s3://bucket or s3://bucket/prefix"
+_ENDPOINT = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?")
+MAX_TOP_ADAPTERS = 1000
+"""Each has six series."""
+
 ON_BAD_ADAPTER = ("refuse", "skip")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -208,6 +212,16 @@ class ServerSettings:
     )
     log_format: str = setting("text", "form of log lines: text or json")
     access_log: bool = setting(True, "a log line for each request")
+    metrics_top_adapters: int = setting(
+        10,
+        "adapters with series of their own in /metrics, those of the most tokens; all others are one sum",
+        group="Observability",
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "URL that a span of each request is exported to, by OTLP over HTTP, such as http://collector:4318/v1/traces "
+        "(default: nowhere); needs loraplex[otel]",
+    )
 
     def __post_init__(self) -> None:
         assert self.runners.count, "what is wrong with them was raised"
@@ -256,6 +270,7 @@ class ServerSettings:
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
                 (self.log_format in LOG_FORMATS, f"log_format must be one of {LOG_FORMATS}, got {self.log_format!r}"),
+                *self._observability_checks(),
             ]
         )
 
@@ -283,6 +298,17 @@ class ServerSettings:
             (
                 self.reasoning_parser in (None, *REASONING_PARSERS),
                 f"reasoning_parser must be one of {REASONING_PARSERS}, got {self.reasoning_parser!r}",
+            ),
+        ]
+
+    def _observability_checks(self) -> list[tuple[bool, str]]:
+        most, endpoint = self.metrics_top_adapters, self.otlp_traces_endpoint
+        return [
+            (0 <= most <= MAX_TOP_ADAPTERS, f"metrics_top_adapters must be 0..{MAX_TOP_ADAPTERS}, got {most}"),
+            (
+                endpoint is None or bool(_ENDPOINT.fullmatch(endpoint)),
+                "otlp_traces_endpoint is no http:// or https:// URL without user and query; headers of the exporter "
+                "come from OTEL_EXPORTER_OTLP_HEADERS",
             ),
         ]
 

@@ -30,6 +30,8 @@ from loraplex.server.model_names import ModelNames, Target
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
+from loraplex.server.telemetry.series import RequestSeries
+from loraplex.server.telemetry.tracing import Tracing
 from loraplex.server.tenants.metering import Accounts
 from loraplex.structured.params import StructuredOutputsParams, as_field
 from loraplex.tenants.directory import TenantDirectory
@@ -37,6 +39,9 @@ from loraplex.tenants.directory import TenantDirectory
 NUM_GRAMMAR_THREADS = 2
 GRAMMAR_BYTES = 64 * 2**10
 """What each counts in its client's turns: a short one may take as long to compile as a long one."""
+
+MAX_TENANT_SERIES = 100
+"""Tenants with series of their own in /metrics."""
 
 NUM_ANSWER_THREADS = 2
 """For long answers; and as many for lists of adapters, which wait for the engine."""
@@ -63,6 +68,7 @@ class ServerContext:
     grammars: OffLoop
     tenants: TenantDirectory | None
     accounts: Accounts | None
+    tracing: Tracing | None
 
     @property
     def num_endless(self) -> int:
@@ -86,6 +92,8 @@ class ServerContext:
             await asyncio.to_thread(self.accounts.book.close)
         if self.tenants is not None:
             await asyncio.to_thread(self.tenants.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     @asynccontextmanager
     async def targets(
@@ -127,7 +135,8 @@ class ServerContext:
         in_flight = InFlight(engine, config.max_waiting_tokens)
         names = ModelNames(engine, config.served_model_names, int(time.time()), config.merged_into)
         connections = Connections(config, max_connections(config))
-        metrics_page = MetricsPage(names.served[0], connections)
+        series = RequestSeries(config.metrics_top_adapters, MAX_TENANT_SERIES)
+        metrics_page = MetricsPage(names.served[0], connections, series=series)
         off_loop = OffLoop()
         tenants = _tenants_of(engine)
         return cls(
@@ -142,7 +151,8 @@ class ServerContext:
             ),
             prompts=PromptEncoder(engine.model_info, off_loop, OffLoop(NUM_PROCESSES)),
             in_flight=in_flight,
-            generator=Generator(engine, in_flight, metrics_page.histograms),
+            generator=Generator(engine, in_flight, metrics_page.histograms, series),
+            tracing=Tracing.of(config),
             metrics_page=metrics_page,
             event_streams=EventStreams(config.max_event_streams),
             audit=Audit(engine.events),

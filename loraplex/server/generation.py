@@ -25,13 +25,17 @@ from loraplex.errors import (
     RequestAbortedError,
     RequestTimeoutError,
 )
+from loraplex.logs import request_context
 from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.model_names import Target
 from loraplex.server.pacing import Turns
 from loraplex.server.streaming import merge
-from loraplex.server.tenants.metering import Charge, was_aborted
+from loraplex.server.telemetry.series import RequestSeries
+from loraplex.server.telemetry.tracing import current_trace
+from loraplex.server.tenants.metering import Charge, billed, was_aborted
+from loraplex.tenants.usage import OF_MIXES, Tab
 
 _PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?!/v1/)(?:~|\.{1,2})?/[^\s'\",;:()]+")
 """In the text of an error: in quotation marks, or without them up to what ends a word."""
@@ -193,10 +197,13 @@ class InFlight:
 class Generator:
     """Runs generations on the engine."""
 
-    def __init__(self, engine: EngineSurface, in_flight: InFlight, histograms: LatencyHistograms) -> None:
+    def __init__(
+        self, engine: EngineSurface, in_flight: InFlight, histograms: LatencyHistograms, series: RequestSeries
+    ) -> None:
         self._engine = engine
         self._in_flight = in_flight
         self._histograms = histograms
+        self._series = series
         self._begins = Turns()
 
     async def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -242,17 +249,21 @@ class Generator:
             raise _shutting_down()
         if generation.deadline is not None and generation.deadline.left_s <= 0:
             raise generation.deadline.error()
-        source = self._engine.generate(
-            item.prompt.token_ids,
-            item.params,
-            item.engine_request_id,
-            model=item.target.address,
-            cache_salt=generation.cache_salt,
-            claim=generation.claim,
-            held=item.target.held,
-            on_output=None if charge is None else partial(charge.see, index),
-        )
-        with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):
+        num_prompt_tokens = len(item.prompt.token_ids)
+        with (
+            self._recorded(index, generation) as tab,
+            self._in_flight.track(item.engine_request_id, num_prompt_tokens, generation.deadline),
+        ):
+            source = self._engine.generate(
+                item.prompt.token_ids,
+                item.params,
+                item.engine_request_id,
+                model=item.target.address,
+                cache_salt=generation.cache_salt,
+                claim=generation.claim,
+                held=item.target.held,
+                on_output=tab.see if charge is None else partial(charge.see, index),
+            )
             try:
                 async for output in source:
                     is_finished = output.finished
@@ -273,6 +284,28 @@ class Generator:
                     await source.aclose()
             if not is_finished:
                 raise self._aborted(item, generation)
+
+    @contextlib.contextmanager
+    def _recorded(self, index: int, generation: Generation) -> Iterator[Tab]:
+        """What a prompt costs, which series and trace are told however it ends."""
+        item, charge = generation.items[index], generation.charge
+        if charge is None:
+            tab = Tab("", "", billed(item.adapter), len(item.prompt.token_ids), time.monotonic())
+        else:
+            tab = charge.tabs[index]
+        if (context := request_context.get()) is not None and tab.adapter != OF_MIXES:
+            context.adapter = tab.adapter
+        failure: LoraplexError | None = None
+        self._series.open(tab)
+        try:
+            yield tab
+        except LoraplexError as error:
+            tab.has_failed, failure = True, error
+            raise
+        finally:
+            self._series.end(tab)
+            if (trace := current_trace.get()) is not None:
+                trace.see(generation, item.params, tab, failure)
 
     def _aborted(self, item: GenerationItem, generation: Generation) -> LoraplexError:
         if self._in_flight.is_closing:

@@ -7,11 +7,12 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import StringConstraints
 
 from loraplex import __version__
 from loraplex.adapters.registry import DatabaseState
@@ -22,11 +23,12 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
-from loraplex.server.metrics_page import CONTENT_TYPE
+from loraplex.server.metrics_page import CONTENT_TYPE, MAX_ASKED
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 
 T = TypeVar("T")
+AdapterName = Annotated[str, StringConstraints(max_length=512)]
 
 STATS_TIMEOUT_S = 5.0
 """An engine answers between two steps. Prometheus gives a page 10 s."""
@@ -227,11 +229,17 @@ class HealthRoutes:
         return Response(encode(version), media_type="application/json")
 
     @requires(Access.OPEN)
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(
+        self,
+        request: Request,
+        adapter: Annotated[list[AdapterName] | None, Query(max_length=MAX_ASKED)] = None,
+    ) -> Response:
         """Prometheus' text. It is there while the engine is not, and says so. Where there are tenants, a tenant's key
-        does not read it."""
+        does not read it. With `adapter=NAME`, repeatable: the series of these adapters alone."""
         if caller_of(request).scope.tenant is not None:
             check_access(request, Access.ADMIN)
+        if adapter:
+            return Response(self._context.metrics_page.render_adapters(adapter), media_type=CONTENT_TYPE)
         return Response(await self._page(), media_type=CONTENT_TYPE)
 
     async def _render_page(self) -> bytes:

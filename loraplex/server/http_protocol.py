@@ -13,11 +13,10 @@ Bodies of all connections together are bounded by `Connections`, in shares. A re
 come is the last one of its connection.
 
 What the client does not read has the same rule with `send_timeout_s`. An answer of any size is written in pieces, each
-when the last one is gone, and the next request of the connection begins when the answer before it is gone: what a
-client does not read takes one piece.
+when the last one is gone, and the next request of the connection begins when the answer before it is gone.
 
-An `Upgrade` is ignored, as HTTP allows. The parser would take the request's body for another protocol's, and what comes
-later for a request of its own; so it is given the same head once more, without that header.
+An `Upgrade` is ignored, as HTTP allows. The parser would take what follows for another protocol's, so it is given the
+same head once more, without that header.
 """
 
 from __future__ import annotations
@@ -37,11 +36,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from loraplex.server.api_error import ApiError, closing_answer, error_response
+from loraplex.errors import EngineShutdownError
+from loraplex.server.api_error import ApiError, error_response
 from loraplex.server.auth import KEYLESS, OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections, Refusal, Slot, forwarded_for, source_of
 from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads
+from loraplex.server.request_id import RequestIdMiddleware, closing_answer
 from loraplex.server.urls import fault_of_url
 
 MAX_PIPELINED = 32
@@ -302,7 +303,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
                 self._disconnect(incoming)  # there is no way back to the client
                 return
             if incoming.is_waiting and not self._end_waiting(incoming):
-                app = error_response(_too_many_bodies())
+                app = RequestIdMiddleware(error_response(_too_many_bodies()))
             await app(scope, partial(self._receive_message, receive), partial(self._send, incoming, send))
         except asyncio.CancelledError:
             self._cut(incoming)
@@ -369,9 +370,8 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
     def _cut(self, incoming: _Incoming) -> None:
         """The server ends and waits no longer: an answer that has not begun says so, another one breaks off."""
         if incoming.cycle is not None and not incoming.cycle.response_started and not self.transport.is_closing():
-            text = "the server is shutting down, and the request did not end in time"
-            error = ApiError(text, status=503, kind="server_error", code="engine_shutdown")
-            self.transport.write(closing_answer(error))
+            error = EngineShutdownError("the server is shutting down, and the request did not end in time")
+            self.transport.write(closing_answer(error, incoming.cycle.scope["headers"]))
         self._disconnect(incoming)
         self.transport.close()
 
@@ -465,7 +465,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             return
         self._count_refusal(reason, error.message)
         if self._can_answer():
-            self.transport.write(closing_answer(error))
+            self.transport.write(closing_answer(error, () if self._is_in_head else self.scope["headers"]))
         self._disconnect(self._running)
         if self.cycle is not None:
             self.cycle.disconnected = True

@@ -1,4 +1,4 @@
-"""How long clients waited: three histograms under vLLM's names, of all requests together.
+"""How long clients waited: four histograms under vLLM's names, of all requests together.
 
 None of them is per adapter: 5,000 adapters would make 7.5 MB a scrape. `GET /v1/adapters` has what is known of each.
 """
@@ -37,6 +37,9 @@ class LatencyHistograms:
         self.inter_token = histogram(
             "vllm:inter_token_latency_seconds", "Seconds between two tokens of a completion.", INTER_TOKEN_BUCKETS
         )
+        self.queue = histogram(
+            "vllm:request_queue_time_seconds", "Seconds until a request began to run.", REQUEST_BUCKETS
+        )
         self.request = histogram(
             "vllm:e2e_request_latency_seconds", "Seconds from the request to its last token.", REQUEST_BUCKETS
         )
@@ -58,6 +61,9 @@ class LatencyClock:
         now_s = time.monotonic()
         if self._num_tokens == 0 and num_tokens:
             self._histograms.first_token.observe(now_s - self._begun_s)
+            times = output.metrics
+            if times is not None and times.first_scheduled_time is not None:
+                self._histograms.queue.observe(max(0.0, times.first_scheduled_time - times.arrival_time))
         elif num_tokens > self._num_tokens:
             num_new = num_tokens - self._num_tokens
             for _ in range(num_new):

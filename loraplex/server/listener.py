@@ -19,10 +19,11 @@ from collections.abc import Callable
 from functools import partial
 
 from loraplex.errors import ConfigError
-from loraplex.server.api_error import ApiError, closing_answer
+from loraplex.server.api_error import ApiError
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections, Refusal, Slot
 from loraplex.server.http_protocol import LINGER_S
+from loraplex.server.request_id import closing_answer
 from loraplex.server.tls import PacedTls
 
 _log = logging.getLogger("loraplex.server")

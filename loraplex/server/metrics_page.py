@@ -7,7 +7,7 @@ vLLM's names where it has one, so that dashboards and the Kubernetes gateway's i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,8 +17,23 @@ from loraplex.cpu import CpuUse
 from loraplex.metrics import EngineStats, MemoryMode, MemoryReport, RunnerReport
 from loraplex.server.connections import Connections
 from loraplex.server.latency import LABELS, LatencyHistograms
+from loraplex.server.telemetry.series import REST, RequestSeries
+from loraplex.tenants.usage import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+COUNTED = {
+    "requests": ("requests", "Prompts that were admitted"),
+    "errors": ("request_errors", "Prompts that ended in an error"),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed or found"),
+    "cached_tokens": ("cached_tokens", "Prompt tokens found"),
+    "generated_tokens": ("generation_tokens", "Tokens drawn"),
+    "waiting_s": ("waiting_seconds", "Seconds until the first token"),
+}
+"""Fields of `Counts`: the end of a series' name, and what it counts."""
+
+MAX_ASKED = 20
+"""Adapters in one question for their series: it needs no key, and each is a dozen lines."""
+
 MAX_NAMES = 100
 """Of adapters in one label: a label of thousands would be a new long series at each scrape."""
 
@@ -26,8 +41,15 @@ MAX_NAMES = 100
 class MetricsPage:
     """`histograms` is what requests are recorded in."""
 
-    def __init__(self, model_name: str, connections: Connections | None = None, engine: str = "0") -> None:
+    def __init__(
+        self,
+        model_name: str,
+        connections: Connections | None = None,
+        engine: str = "0",
+        series: RequestSeries | None = None,
+    ) -> None:
         self._connections = connections
+        self._series = series
         self._labels = (model_name, engine)
         self._registry = CollectorRegistry()
         self.histograms = LatencyHistograms(self._registry, model_name, engine)
@@ -42,7 +64,7 @@ class MetricsPage:
     ) -> bytes:
         """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name; `reports` are the
         runners where there are several."""
-        families = [*self.families(stats, refs, num_events, num_skipped), *self._runner_families(reports)]
+        families = self.families(stats, refs, num_events, num_skipped, reports)
         page: bytes = generate_latest(_Page(families))
         return page
 
@@ -52,11 +74,43 @@ class MetricsPage:
         refs: Mapping[str, LoRARef],
         num_events: Mapping[str, int] | None = None,
         num_skipped: int = 0,
+        reports: Sequence[RunnerReport] = (),
     ) -> list[Metric]:
         """What the page has, in its order."""
         text = "What happened to adapters and memory, by kind (GET /v1/events)."
         events = self._counters("loraplex:events", text, "kind", num_events or {})
-        return [*self._registry.collect(), *self._families(stats, refs, num_skipped), events]
+        series = [] if self._series is None else self._series_families(self._series)
+        own = [*self._registry.collect(), *self._families(stats, refs, num_skipped)]
+        return [*own, *series, events, *self._runner_families(reports)]
+
+    def render_adapters(self, names: Sequence[str]) -> bytes:
+        """The series of these adapters alone, whatever else is shown; none of one that no request went through."""
+        assert self._series is not None
+        counts = self._series.adapters
+        found = {name: known for name in names if (known := counts.of(name)) is not None}
+        page: bytes = generate_latest(_Page([*self._counts("adapter", found), self._open_prompts(found)]))
+        return page
+
+    def _series_families(self, series: RequestSeries) -> Iterator[Metric]:
+        adapters, tenants = series.adapters, series.tenants
+        yield from self._counts("adapter", shown := adapters.shown(), adapters.rest)
+        yield self._open_prompts(shown)
+        yield from self._counts("tenant", tenants.shown(), tenants.rest)
+
+    def _open_prompts(self, adapters: Iterable[str]) -> Metric:
+        assert self._series is not None
+        counts = self._series.num_open()
+        text = "Prompts that wait or run, by adapter."
+        return self._gauges(
+            "loraplex:adapter_requests_open", text, "adapter", {each: counts[each] for each in adapters}
+        )
+
+    def _counts(self, label: str, shown: Mapping[str, Counts], rest: Counts | None = None) -> Iterator[Metric]:
+        """A family for each of COUNTED. rest: of all others; left out while it is empty."""
+        listed = dict(shown) if rest is None or rest.is_empty else {**shown, REST: rest}
+        for counted, (name, text) in COUNTED.items():
+            values = {each: getattr(counts, counted) for each, counts in listed.items()}
+            yield self._counters(f"loraplex:{label}_{name}", f"{text}, by {label}.", label, values)
 
     def _families(self, stats: EngineStats | None, refs: Mapping[str, LoRARef], num_skipped: int) -> Iterator[Metric]:
         yield self._gauge("loraplex:engine_up", "1 while the engine answers.", float(stats is not None))

@@ -16,7 +16,9 @@ import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -83,6 +85,7 @@ class _Lane:
     async def run(self, client: str, work: Callable[[], T], num_bytes: int, is_next: bool) -> T:
         num_bytes = max(num_bytes, _LEAST_BYTES)
         self._check_room(client, num_bytes)
+        work = partial(copy_context().run, work)  # lines of the log name its request
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         jobs = self._waiting.setdefault(client, deque())
         end_tag = self._end_tag(client, num_bytes)  # of its last job, whichever that is

@@ -7,12 +7,16 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from loraplex.server.api_error import error_response
+from loraplex.errors import LoraplexError
+from loraplex.logs import RequestContext, request_context
+from loraplex.server.api_error import error_reply, error_response, status_of
 from loraplex.server.browser_guard import BROWSER_HEADERS
 
 HEADER = "X-Request-Id"
@@ -25,6 +29,11 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
+def request_id_of(given: str) -> str:
+    """What a client sent, if it is usable."""
+    return given if USABLE.fullmatch(given) else new_request_id()
+
+
 class RequestIdMiddleware:
     """Puts `request_id` into the scope's state, and into the response the header and those that browsers obey."""
 
@@ -35,9 +44,9 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if USABLE.fullmatch(given) else new_request_id()
+        request_id = request_id_of(Headers(scope=scope).get(HEADER, ""))
         scope.setdefault("state", {})["request_id"] = request_id
+        outside = request_context.set(RequestContext(request_id))
         has_started = False
 
         async def send_with_id(message: Message) -> None:
@@ -59,3 +68,16 @@ class RequestIdMiddleware:
             if has_started:
                 raise
             await error_response(error)(scope, receive, send_with_id)
+        finally:
+            request_context.reset(outside)
+
+
+def closing_answer(error: LoraplexError, headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """An answer of this server on a connection that is closed after it, as bytes; headers: of the request, in lower
+    case, where it has a head."""
+    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    body, request_id = error_reply(error), request_id_of(given.decode("latin-1"))
+    lines = ["content-type: application/json", f"content-length: {len(body)}", f"x-request-id: {request_id}"]
+    lines += ["retry-after: 1"] if status_of(error) == 503 else []
+    head = "\r\n".join([*lines, "connection: close", "", ""])
+    return STATUS_LINE[status_of(error)] + head.encode() + body

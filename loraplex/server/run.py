@@ -31,6 +31,7 @@ from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
 from loraplex.server.listener import Listener, bind, max_connections, raise_descriptor_limit
+from loraplex.server.telemetry.tracing import check_tracing
 from loraplex.server.tls import tls_context
 
 _log = logging.getLogger("loraplex.server")
@@ -84,11 +85,12 @@ def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[L
         )  # this, certificate and folder are made again later: what is wrong is said before the engine starts
         tls_context(config)
         output_folder(config)
+        check_tracing(config)
         sock = bind(config)
         with contextlib.closing(sock), asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_start_and_serve(start_engine, config, sock))
     except LoraplexError as error:
-        print(f"error: {say(error)}", file=sys.stderr, flush=True)
+        logs.say(f"error: {say(error)}", sys.stderr)
         return 1
 
 
@@ -308,4 +310,4 @@ def _announce(sock: socket.socket, context: ServerContext) -> None:
         _log.warning(text, may_wait, "--max-connections and the limit of open files")
     devices = context.engine.devices
     runners = f", {len(devices)} runners: {', '.join(devices)}" if len(devices) > 1 else ""
-    print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} ({adapters}{runners})", flush=True)
+    logs.say(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} ({adapters}{runners})")

@@ -55,6 +55,9 @@ class Counts:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
+    def less(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
+
     @property
     def is_empty(self) -> bool:
         return self == Counts()
@@ -81,9 +84,14 @@ class Tab:
     is_over: bool = False
     counted: Counts = field(default_factory=Counts)
 
-    def due(self) -> Counts:
-        """What was not counted yet."""
-        output, counted = self.output, self.counted
+    def see(self, output: RequestOutput) -> None:
+        if self.output is None:
+            self.first_s = time.monotonic()
+        self.output = output
+
+    def now(self) -> Counts:
+        """All that it has cost."""
+        output = self.output
         now = Counts()
         if (output is not None or self.is_over) and not self.is_refused:
             now.requests, now.errors = 1, int(self.has_failed)
@@ -94,8 +102,13 @@ class Tab:
                 now.generated_tokens = sum(len(each.token_ids) for each in output.outputs)
         if self.first_s is not None:
             now.waiting_s = self.first_s - self.began_s
+        return now
+
+    def due(self) -> Counts:
+        """What was not counted yet."""
+        now, before = self.now(), self.counted
         self.counted = now
-        return Counts(*(getattr(now, name) - getattr(counted, name) for name in Counts.__dataclass_fields__))
+        return now.less(before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,6 +297,7 @@ class _Generation:
 
     prepared: PreparedRequest
     completions: tuple[_Completion, ...]
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     scored: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -328,7 +329,9 @@ class _Generation:
             outputs=tuple(completion.to_output(prepared.lora_request) for completion in self.completions),
             finished=is_finished,
             lora_request=prepared.lora_request,
-            metrics=RequestMetrics(prepared.arrival_s, self.first_token_s, time.time() if is_finished else None),
+            metrics=RequestMetrics(
+                prepared.arrival_s, self.scheduled_s, self.first_token_s, time.time() if is_finished else None
+            ),
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
         )
@@ -421,7 +424,7 @@ class OutputProcessor:
         except InvalidRequestError as error:
             return self._failed(request_id, error)
         except Exception as error:  # a tokenizer that fails on one request's tokens must not stop the others
-            logger.exception("the output of request %r cannot be read", request_id)
+            logger.exception("the output of a request cannot be read", extra={"request_id": request_id})
             reason = f"the output of this request cannot be read: {type(error).__name__}: {error}"
             return self._failed(request_id, EngineError(reason))
         if not token_output.token_ids and token_output.finish_reason is None:
@@ -453,6 +456,7 @@ class OutputProcessor:
         if generation.first_token_s is None and output.token_ids:
             generation.first_token_s = time.time()
             generation.num_cached_tokens = output.num_cached_tokens
+            generation.scheduled_s = output.scheduled_s or None
 
     @staticmethod
     def _with_text(output: TokenOutput, tokenizer: Tokenizer | None) -> TokenOutput:

@@ -118,7 +118,8 @@ def test_outputs_are_in_the_order_of_the_prompts_and_complete(llm: LLM) -> None:
         assert output.lora_request is None
         assert output.prompt_logprobs is None
         assert output.metrics is not None
-        assert 0 <= output.metrics.arrival_time <= output.metrics.first_token_time <= output.metrics.finished_time
+        times = output.metrics
+        assert 0 <= times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
         completion = output.outputs[0]
         assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
         assert len(completion.token_ids) == length

@@ -356,6 +356,7 @@ TOKEN_OUTPUT: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.none() | LOGPROBS_OF_TOKENS,
     "num_cached_tokens": st.integers(0, 2**31 - 1),
     "error": st.none() | texts.map(lambda text: EngineOverloadedError(text).to_payload()),
+    "scheduled_s": st.floats(0, allow_nan=False, allow_infinity=False),
 }
 
 

@@ -303,14 +303,16 @@ def test_outputs_are_cumulative(engine: Engine) -> None:
 
 def test_times_and_cached_tokens_are_noted(engine: Engine) -> None:
     prepared = engine.ask()
-    first = request_output(engine.say(prepared, [9], num_cached_tokens=3))
+    first = request_output(engine.say(prepared, [9], num_cached_tokens=3, scheduled_s=5.5))
     assert first.metrics is not None
+    assert first.metrics.first_scheduled_time == 5.5
     assert first.metrics.first_token_time is not None
     assert first.metrics.finished_time is None
     assert first.num_cached_tokens == 3
     last = request_output(engine.say(prepared, [9], finish_reason=FinishReason.LENGTH))
     assert last.metrics is not None
     assert last.metrics.first_token_time == first.metrics.first_token_time
+    assert last.metrics.first_scheduled_time == 5.5
     assert last.metrics.finished_time is not None
     assert last.num_cached_tokens == 3
 

@@ -54,7 +54,7 @@ class Accounts:
             return None
         now_s = self._clock()
         tabs = [
-            Tab(caller.fingerprint, caller.scope.tenant or "", _billed(choice), num_tokens, now_s, is_prompt_alone)
+            Tab(caller.fingerprint, caller.scope.tenant or "", billed(choice), num_tokens, now_s, is_prompt_alone)
             for choice, num_tokens, _ in prompts
         ]
         return Charge(self, caller, tabs, sum(each[1] for each in prompts), sum(each[2] for each in prompts))
@@ -176,7 +176,7 @@ def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limit
     return params if (params.max_tokens or math.inf) <= left else replace(params, max_tokens=left)
 
 
-def _billed(choice: AdapterChoice) -> str:
+def billed(choice: AdapterChoice) -> str:
     """The adapter's registered name, without a version."""
     if choice is None or isinstance(choice, AdapterMix):
         return "" if choice is None else OF_MIXES
