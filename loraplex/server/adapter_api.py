@@ -46,7 +46,6 @@ from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
 from loraplex.server.streaming import until_disconnect
-from loraplex.server.tenants.adapter_quota import AdapterQuota
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
 from loraplex.server.verb_turns import VerbTurns
 
@@ -77,7 +76,7 @@ class AdapterRoutes:
         self._context = context
         self._engine = context.engine
         self._names = CallersNames(context.names, context.engine)
-        self._quota = AdapterQuota(context.engine)
+        self._quota = context.quota
         self._roots = AdapterRoots.of(context.config)
         self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)

@@ -13,6 +13,7 @@ from pathlib import Path
 from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.adapters.remote.hub import HUB_PREFIX
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
+from loraplex.adapters.sources.named import NamedSources
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setting
 from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings
@@ -51,8 +52,8 @@ class ServerSettings:
     )
     disable_dynamic_loading: bool = setting(
         False,
-        "refusal of requests that load, replace or unload an adapter; adapters come from the command line and "
-        "--state-dir alone",
+        "refusal of requests that load, replace or unload an adapter; adapters come from the command line, its "
+        "--adapter-source included, and --state-dir alone",
     )
     guard_metrics: bool = setting(False, "API key required for /metrics, where the server has keys")
     cors_allowed_origins: tuple[str, ...] = setting(
@@ -130,6 +131,18 @@ class ServerSettings:
         "refuse",
         "what an adapter of --lora-modules or --lora-paths that cannot be loaded does: refuse (the server does not "
         "start), or skip (it starts without it)",
+        group="Model and adapters",
+    )
+    adapter_sources: tuple[str, ...] = setting(
+        (),
+        "place from which a request for an unknown name loads its adapter: NAME=DIR (its directories), NAME=hf://ORG, "
+        "NAME=hf://ORG/REPO (its folders) or NAME=s3://BUCKET/PREFIX; TENANT/NAME=... for one tenant; repeatable",
+        group="Model and adapters",
+        flag="--adapter-source",
+    )
+    max_sourced_adapters: int = setting(
+        10_000,
+        "most names that came from --adapter-source; beyond it one that was not used for long is unloaded",
         group="Model and adapters",
     )
     tool_call_parser: str = setting(
@@ -211,6 +224,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         assert self.runners.count, "what is wrong with them was raised"
+        assert self.sources is not None, "what is wrong with them was raised"
         _refuse_first(
             [
                 (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
@@ -253,6 +267,10 @@ class ServerSettings:
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
                 *self._parser_checks(),
                 *self._state_checks(),
+                (
+                    self.max_sourced_adapters >= 1,
+                    f"max_sourced_adapters must be >= 1, got {self.max_sourced_adapters}",
+                ),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
                 (self.log_format in LOG_FORMATS, f"log_format must be one of {LOG_FORMATS}, got {self.log_format!r}"),
@@ -265,6 +283,11 @@ class ServerSettings:
         return RunnerSettings(
             self.data_parallel_size, self.devices, self.placement, self.min_runners, self.runner_idle_s
         )
+
+    @property
+    def sources(self) -> NamedSources:
+        """Of adapters by need. Raises ConfigError."""
+        return NamedSources.parse(self.adapter_sources)
 
     def _connection_checks(self) -> list[tuple[bool, str]]:
         limits = {

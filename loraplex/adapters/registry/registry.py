@@ -49,7 +49,7 @@ from loraplex.adapters.registry.verbs import (
     UnloadResult,
 )
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
-from loraplex.adapters.registry.views import AdapterInfo, NameQuery, Views
+from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError, InvalidRequestError
 from loraplex.events import Detail, EventKind
@@ -99,6 +99,7 @@ class LoRARegistry:
         locate: Locate = found_where_it_was,
     ) -> None:
         self.max_lora_rank = max_lora_rank
+        self.max_loaded_loras = max_loaded_loras
         self._store = store
         self._base_names = frozenset(base_names)
         self._run_later = run_later
@@ -450,6 +451,10 @@ class LoRARegistry:
         with self._lock:
             versions = self._table.versions()
         return tuple(version.spec for version in versions)
+
+    def loaded_from(self, origin: str) -> list[LoadedName]:
+        """Names whose current version has an origin that begins so, the least recently used first."""
+        return self._views.loaded_from(origin)
 
     def nbytes_with(self, name: str, nbytes: int, prefix: str) -> int:
         """Bytes of the files of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""
