@@ -112,6 +112,9 @@ class AdapterVerbs:
     async def _run(self, names_of: Names, request: Request) -> Response:
         if (unknown := await self._keys.refusal(request)) is not None:
             return unknown
+        if request.headers.get("content-type", "").lower().startswith("multipart/"):
+            text = "uploads are kept at one replica's disk, and are not routed: send it to each replica"
+            raise ApiError(text, code="not_routed")
         body = await read_body(request, MAX_BODY_BYTES)
         names = names_of(request, body)
         replicas = self._replicas(request, are_equal=names_of is not _nothing)
@@ -209,6 +212,7 @@ class AdapterVerbs:
             try:
                 found = await _card(first, name, first.own_headers)
                 card = msgspec.convert(found, Card) if found else None
+                card = None if card is not None and card.is_by_need else card
             except (LoraplexError, _AnswerError, msgspec.ValidationError):
                 for replica in replicas:
                     replica.names.is_doubtful = True

@@ -31,6 +31,7 @@ from loraplex.server.adapter_schemas import (
     MergeCard,
     PutAdapterRequest,
     ResidencyReply,
+    SourceAdapterCard,
     SwitchAdapterRequest,
     SwitchReply,
     UnloadLoraAdapterRequest,
@@ -40,7 +41,7 @@ from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
-from loraplex.server.listing import AdapterQuery, encode_list
+from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
@@ -48,6 +49,8 @@ from loraplex.server.responses import ListReply, encode
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
 from loraplex.server.verb_turns import VerbTurns
+
+LISTS = ListReply[AdapterCard], ListReply[BriefAdapterCard], ListReply[SourceAdapterCard]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,7 +114,7 @@ class AdapterRoutes:
         add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, None, LoadReply)
         extra = operation(PutAdapterRequest, replies=(LoadReply,), statuses=(200, 201), errors=OF_ADAPTERS)
         router.add_api_route("/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=extra)
-        add("GET", "/v1/adapters", self.list_all, None, ListReply[AdapterCard], ListReply[BriefAdapterCard])
+        add("GET", "/v1/adapters", self.list_all, None, *LISTS)
         add("GET", "/v1/adapters/{name:path}", self.show, None, AdapterCard, BriefAdapterCard)
         add("DELETE", "/v1/adapters/{name:path}", self.unload, None, UnloadReply)
         return router
@@ -182,6 +185,8 @@ class AdapterRoutes:
     async def list_all(self, request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
         """Every adapter, or those that are asked for: place, bytes, rank, references, version and last use."""
         card, registry, scope = _card_for(request), self._engine.registry, caller_of(request).scope
+        if query.source:
+            return await self._list_source(request, query)
         if query.operators_field is not None and not caller_of(request).is_admin:
             raise ApiError(
                 f"{query.operators_field}: where adapters are is for admin keys of this server (--admin-api-key)",
@@ -196,6 +201,29 @@ class AdapterRoutes:
             return encode_list(((scope.shown(info.ref.adapter_name), card(info)) for info in infos), query)
 
         return await self._view(request, listed)
+
+    async def _list_source(self, request: Request, query: AdapterQuery) -> Response:
+        """A page of what a source has. One that the caller may not use is as if it were not there."""
+        if query.operators_field is not None:
+            text = f"{query.operators_field} is of registered adapters: leave it out, or leave out source"
+            raise ApiError(text, param=query.operators_field)
+        sources = self._context.sources.of(caller_of(request).scope.tenant or "")
+        source = next((each for each in sources if each.name == query.source), None)
+        if source is None:
+            text = f"source {clipped(query.source)!r} is not one of this server"
+            raise ApiError(text, status=404, kind="not_found_error", code="source_not_found", param="source")
+        limit = min(query.limit or MAX_SOURCE_PAGE, MAX_SOURCE_PAGE)
+
+        def listed() -> bytes:
+            names = source.names(query.names_in(source.name), limit + 1)
+            cards = (
+                (f"{source.name}/{each}", SourceAdapterCard(f"{source.name}/{each}", source.name)) for each in names
+            )
+            return encode_list(cards, query.model_copy(update={"limit": limit}))
+
+        async with self._loads.of(client_of(request)):  # a directory or a store may hang
+            body = await asyncio.get_running_loop().run_in_executor(self._path_checks, listed)
+        return Response(body, media_type="application/json")
 
     @requires(Access.READ)
     async def show(self, name: str, request: Request) -> Response:

@@ -15,6 +15,9 @@ from loraplex.adapters.registry import AdapterInfo, NameQuery
 from loraplex.server.responses import ListReply, encode
 
 MAX_PAGE = 1000
+MAX_SOURCE_PAGE = 500
+"""Of what a source has: an object store tells at most 1,000 names at a time."""
+
 Text = Annotated[str, Field(max_length=4096)]
 
 
@@ -38,8 +41,10 @@ class PageQuery(BaseModel):
 
 
 class AdapterQuery(PageQuery):
-    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), those pinned or not."""
+    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), those pinned or not. Or what
+    a `source` of the operator has, registered or not: always a page."""
 
+    source: Text = ""
     state: Literal["device", "host", "disk", "source", "loading", "failed"] | None = None
     pinned: bool | None = None
 
@@ -47,6 +52,12 @@ class AdapterQuery(PageQuery):
     def operators_field(self) -> str | None:
         """A parameter that tells what is the operator's to know."""
         return next((name for name in ("state", "pinned") if getattr(self, name) is not None), None)
+
+    def names_in(self, source: str) -> NameQuery:
+        """Of adapters as the source calls them; `NAME/` before them is left out."""
+        head = f"{source}/"
+        prefix = self.prefix.removeprefix(head) if self.prefix.startswith(head) else self.prefix
+        return NameQuery(prefix, self.contains, self.after.removeprefix(head), is_sorted=True)
 
     def has(self, info: AdapterInfo) -> bool:
         if self.pinned is not None and info.is_pinned is not self.pinned:

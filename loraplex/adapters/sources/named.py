@@ -28,6 +28,9 @@ from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter, listed_prefixes
 from loraplex.errors import AdapterLoadError, ConfigError, InvalidRequestError, LoraplexError, shortened, shown
 
+ORIGIN = "source:"
+"""How the origin of a version begins that came by need; the source's name follows."""
+
 MAX_SOURCES = 64
 MAX_LISTED = 200_000
 """Entries of a directory that a page looks at: 0.1 us each to sort."""

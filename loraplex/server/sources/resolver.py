@@ -21,7 +21,7 @@ from fastapi import Request
 
 from loraplex.adapters.registry import LoRARegistry
 from loraplex.adapters.registry.adapter_name import split_address
-from loraplex.adapters.sources.named import NamedSource, NamedSources
+from loraplex.adapters.sources.named import ORIGIN, NamedSource, NamedSources
 from loraplex.errors import (
     AdapterConflictError,
     AdapterError,
@@ -49,9 +49,6 @@ REFUSED_S, MAX_REFUSED = 10.0, 4096
 
 JUST_USED_S = 1.0
 """A name that was used within it stays: a request may be about to take it."""
-
-ORIGIN = "source:"
-"""How the origin of a version begins that came by need; the source's name follows."""
 
 _log = logging.getLogger("loraplex.server")
 

@@ -218,6 +218,26 @@ async def test_disable_dynamic_loading_leaves_the_operators_sources(opener: Open
         assert (await client.delete("/v1/adapters/sql")).status_code == 403
 
 
+async def test_pages_of_what_a_source_has(opener: Opener, root: Path) -> None:
+    """Registered or not; a name of a page is what a request says."""
+    async with serving(opener, f"dir={root}", "hub=hf://org") as (client, _):
+        whole = (await client.get("/v1/adapters", params={"source": "dir"})).json()
+        assert [each["name"] for each in whole["data"]] == ["dir/bad", "dir/chat", "dir/code", "dir/sql"]
+        assert whole["has_more"] is False
+        seen, after = [], ""
+        while after is not None:
+            page = (await client.get("/v1/adapters", params={"source": "dir", "limit": 3, "after": after})).json()
+            seen += [each["name"] for each in page["data"]]
+            after = page["last_id"] if page["has_more"] else None
+        assert seen == [each["name"] for each in whole["data"]]
+        assert (await ask(client, seen[-1])).status_code == 200
+        some = (await client.get("/v1/adapters", params={"source": "dir", "prefix": "dir/c", "contains": "od"})).json()
+        assert [each["name"] for each in some["data"]] == ["dir/code"]
+        queries = [{"source": "hub"}, {"source": "none"}, {"source": "dir", "pinned": "true"}]
+        answers = [await client.get("/v1/adapters", params=query) for query in queries]
+        assert [each.status_code for each in answers] == [400, 404, 400]
+
+
 # ------------------------------------------------------------------------------------------------------------ tenants
 
 
@@ -253,6 +273,10 @@ async def test_a_tenants_source_is_as_if_it_were_not_there(tmp_path: Path, root:
     """The answer about another's adapter is that about one which nothing has."""
     async with tenants(tmp_path, opener, f"beta/own={root}") as (client, made):
         answers = [await ask(client, name, made.keys["acme"]) for name in ("own/sql", "own/nil", "sql")]
+        headers = {"authorization": f"Bearer {made.keys['acme']}"}
+        lists = [await client.get("/v1/adapters", params={"source": each}, headers=headers) for each in ("own", "nil")]
+        assert [each.status_code for each in lists] == [404, 404]
+        assert lists[0].text.replace("own", "nil") == lists[1].text
         texts = {each.text.replace(name, "") for each, name in zip(answers, ("own/sql", "own/nil", "sql"), strict=True)}
         assert len(texts) == 1
         assert opener.paths == []
