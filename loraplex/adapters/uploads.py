@@ -27,7 +27,13 @@ from pathlib import Path
 
 from loraplex.adapters.merging.part_folder import PART_PREFIX, held, remove_abandoned
 from loraplex.adapters.regular_file import sync_path
-from loraplex.errors import AdapterMemoryError, AdapterTooLargeError, ConfigError, LoraplexError
+from loraplex.errors import (
+    AdapterMemoryError,
+    AdapterTooLargeError,
+    ConfigError,
+    LoraplexError,
+    RequestAbortedError,
+)
 from loraplex.private_folder import default_folder, private_folder
 
 FOLDER_NAME = "uploads"
@@ -50,10 +56,13 @@ class UploadLimits:
     total_bytes: int = MAX_STORED_BYTES
 
 
+DEFAULT_LIMITS = UploadLimits()
+
+
 class UploadStore:
     """Thread-safe. folder: None is a temporary one, made with the first upload."""
 
-    def __init__(self, folder: Path | None, limits: UploadLimits = UploadLimits()) -> None:
+    def __init__(self, folder: Path | None, limits: UploadLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         self.is_durable = folder is not None
         self._folder = folder
@@ -123,10 +132,9 @@ class UploadStore:
                 above = private_folder(above, "the cache", "set LORAPLEX_CACHE")
             except ConfigError:
                 above = None
-        if above is not None and os.access(above, os.W_OK):
-            remove_abandoned(above)
-        else:
+        if above is None or not os.access(above, os.W_OK):
             above = Path(tempfile.gettempdir())
+        remove_abandoned(above)
         folder = Path(tempfile.mkdtemp(prefix=f"{PART_PREFIX}uploads-", dir=above.resolve()))
         self._at_end.callback(shutil.rmtree, folder, ignore_errors=True)
         self._at_end.enter_context(held(folder))
@@ -158,33 +166,40 @@ class UploadStore:
 
 
 class Upload:
-    """The files of one adapter while they come; of one thread at a time. `folder`: where they are now."""
+    """The files of one adapter while they come. `folder`: where they are now. Its methods may run in any thread."""
 
     def __init__(self, store: UploadStore, part: Path) -> None:
         self._store = store
         self.folder = part
         self._files: dict[str, int] = {}
         self._hashes: dict[str, hashlib._Hash] = {}
+        self._lock = threading.Lock()  # a caller that goes away abandons it while another thread writes
+        self._is_taken = self._is_over = False
 
     def write(self, name: str, data: bytes | bytearray | memoryview) -> None:
         """More of a file, of which a caller chose the name and no client. Raises AdapterTooLargeError,
         AdapterMemoryError, and LoraplexError for a disk that fails."""
-        try:
-            if name not in self._files:
-                self._check_disk()
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                self._files[name] = os.open(self.folder / name, flags, FILE_MODE)
-                self._hashes[name] = hashlib.sha256()
-            self._store._take(self.folder, len(data))
-            self._hashes[name].update(data)
-            left = memoryview(data)
-            while left:
-                left = left[os.write(self._files[name], left) :]
-        except OSError as error:
-            raise _unwritable(error) from error
+        with self._lock:
+            if self._is_over:
+                raise RequestAbortedError("the upload was given up by its client")
+            try:
+                if name not in self._files:
+                    self._check_disk()
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    self._files[name] = os.open(self.folder / name, flags, FILE_MODE)
+                    self._hashes[name] = hashlib.sha256()
+                self._store._take(self.folder, len(data))
+                self._hashes[name].update(data)
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(self._files[name], left) :]
+            except OSError as error:
+                raise _unwritable(error) from error
 
     def sha256(self, name: str) -> str:
         """Of what came of a file, in hexadecimal digits."""
+        if name not in self._hashes:
+            return hashlib.sha256().hexdigest()
         return self._hashes[name].hexdigest()
 
     def keep(self, digest: str) -> Path:
@@ -202,10 +217,27 @@ class Upload:
             raise _unwritable(error) from error
         return folder
 
+    def take(self) -> None:
+        """All has come: from now on it is for the caller to keep or discard. Raises RequestAbortedError when it was
+        abandoned before."""
+        with self._lock:
+            if self._is_over:
+                raise RequestAbortedError("the upload was given up by its client")
+            self._is_taken = True
+
+    def abandon(self) -> None:
+        """Remove what came, unless it was taken."""
+        with self._lock:
+            is_over = self._is_over = self._is_over or not self._is_taken
+        if is_over:
+            self.discard()
+
     def discard(self) -> None:
         """Remove what came, kept or not."""
-        self._close(is_synced=False)
-        self._store._forget(self.folder)
+        with self._lock:
+            self._is_over = True
+            self._close(is_synced=False)
+            self._store._forget(self.folder)
 
     def _close(self, is_synced: bool) -> None:
         while self._files:
