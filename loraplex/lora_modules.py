@@ -158,6 +158,7 @@ async def start_engine(config: EngineConfig, server: ServerConfig, modules: Sequ
             base_names=server.served_model_names,
             on_progress=progress.update,
             state_dir=server.state_dir,
+            upload_limits=server.upload_limits,
             database=registry_database(server),
             supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
             runners=server.runners,

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
 from loraplex.adapters.source import AdapterSource
-from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.adapters.uploads import UploadStore
+from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase
 from loraplex.core import (
     AdapterChoice,
     AdapterMix,
@@ -23,12 +25,17 @@ from loraplex.core import (
     MixPart,
     mix_digest,
 )
-from loraplex.errors import InvalidRequestError, LoraDisabledError, shortened
+from loraplex.errors import ConfigError, InvalidRequestError, LoraDisabledError, shortened
+from loraplex.frontend.adapter_updates import AdapterUpdates
 from loraplex.structured.grammars import ByteTokens, GrammarCompiler
 from loraplex.text.adapter_text import AdapterTexts
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
 from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
+
+if TYPE_CHECKING:
+    from loraplex.adapters.journal import SqliteJournal
+    from loraplex.adapters.journal.postgres_journal import PostgresJournal
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +44,16 @@ RunLater = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class Front:
-    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. grammars: checks the forms
-    of outputs. merged: what is merged into the base weights. scaling_factors: by which adapters may stretch the base's
-    context."""
+    """`tokenizer` is None for a model without tokenizer.json, `registry` and `updates` when LoRA is off.
+
+    grammars: checks the forms of outputs. merged: what is merged into the base weights. scaling_factors: by which
+    adapters may stretch the base's context."""
 
     served_model_name: str
     inputs: InputProcessor
     outputs: OutputProcessor
     registry: LoRARegistry | None
+    updates: AdapterUpdates | None
     texts: AdapterTexts
     grammars: GrammarCompiler
     merged: str | None = None
@@ -69,6 +78,23 @@ class Front:
         if self.registry is None:
             raise LoraDisabledError("LoRA is off here: start with enable_lora (the default) to use adapters")
         return self.registry
+
+    def updates_or_refuse(self) -> AdapterUpdates:
+        self.registry_or_refuse()
+        assert self.updates is not None
+        return self.updates
+
+    def resume(self, journal: SqliteJournal | PostgresJournal) -> None:
+        """Take over what a journal has; uploads that it does not name are removed."""
+        if self.registry is not None and self.updates is not None:
+            self.registry.resume(journal.names, journal.last_adapter_id)
+            self.updates.uploads.sweep(spec.path for spec in self.registry.specs())
+
+    def close(self) -> None:
+        self.texts.close()
+        self.grammars.close()
+        if self.updates is not None:
+            self.updates.close()
 
     def acquire(self, choice: AdapterChoice) -> tuple[LoRARef, ...]:
         """A reference to each adapter of a request, in its order, or to none; () for the base model.
@@ -169,17 +195,19 @@ def make_front(
     on_change: OnChange = lambda kind, name, text, details: None,
     abort_grace_s: float = ABORT_GRACE_S,
     grammars: GrammarCompiler | None = None,
+    uploads: UploadStore | None = None,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. Roots in the config have no links.
 
     journal, on_change, abort_grace_s: as in `LoRARegistry`. grammars: the engine's, where it is in this process.
+    uploads: where what clients send is kept (None: in a temporary folder).
     """
     # These bring in torch: a second, spent while an engine process starts.
     from loraplex.adapters.opener import AdapterOpener, no_text
     from loraplex.adapters.weights import CheckedReader
 
     texts = _texts(config, info)
-    base, registry = texts.of(None), None
+    base, registry, updates = texts.of(None), None, None
     if config.lora is not None and store is not None:
         reader, read_text = (
             CheckedReader(info.targets, config.lora, info.long_contexts, keeps_projections=info.device == "cpu"),
@@ -187,7 +215,8 @@ def make_front(
         )
         source = AdapterSource(config.root_paths, max_object_bytes=_max_object_bytes(config.lora))
         opener = AdapterOpener(source, reader, read_text)
-        names = {served_model_name, *base_names}
+        names, uploads = {served_model_name, *base_names}, uploads or UploadStore(None)
+        updates = AdapterUpdates(uploads, opener)
         registry = LoRARegistry(
             store,
             opener.open,
@@ -199,6 +228,7 @@ def make_front(
             journal=journal,
             on_change=on_change,
             abort_grace_s=abort_grace_s,
+            on_unused=uploads.remove,
             locate=source.locate,
         )
     return Front(
@@ -206,11 +236,30 @@ def make_front(
         InputProcessor(base.tokenizer, ModelLimits(info.vocab_size, info.max_model_len), base.eos_token_ids),
         OutputProcessor(base.tokenizer),
         registry,
+        updates,
         texts,
         grammars or GrammarCompiler(ByteTokens, ByteTokens.vocab_size, is_judge=True),
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )
+
+
+def open_journal(
+    config: EngineConfig, state_dir: str | Path | None, database: RegistryDatabase | None
+) -> SqliteJournal | PostgresJournal | None:
+    """Where names outlive the process; None: nowhere. Raises ConfigError."""
+    if state_dir is None and database is None:
+        return None
+    what = "a state directory" if database is None else "a database"
+    if config.lora is None:
+        raise ConfigError(f"{what} is given, but LoRA is off: leave it out, or leave out --no-enable-lora")
+    if database is not None:  # both bring in sqlalchemy: a third of a second
+        from loraplex.adapters.journal.postgres_journal import PostgresJournal
+
+        return PostgresJournal(database.url, config.model, database.patience_s)
+    from loraplex.adapters.journal import SqliteJournal
+
+    return SqliteJournal(str(state_dir), config.model)
 
 
 def _texts(config: EngineConfig, info: EngineInfo) -> AdapterTexts:

@@ -40,6 +40,7 @@ from loraplex.server.adapter_schemas import (
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
+from loraplex.server.body import media_type_of
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
@@ -48,6 +49,7 @@ from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
+from loraplex.server.tensors_api import TensorRoute, TensorsQuery
 from loraplex.server.verb_turns import VerbTurns
 
 LISTS = ListReply[AdapterCard], ListReply[BriefAdapterCard], ListReply[SourceAdapterCard]
@@ -83,6 +85,7 @@ class AdapterRoutes:
         self._roots = AdapterRoots.of(context.config)
         self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)
+        self._tensors = TensorRoute(context, self._names, self._quota, self._loads)
         self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
 
     def router(self) -> APIRouter:
@@ -112,6 +115,9 @@ class AdapterRoutes:
         for verb in (self.pin, self.unpin, self.evict, self.preload):
             add("POST", f"/v1/adapters/{{name:path}}/{verb.__name__}", verb, None, ResidencyReply)
         add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, None, LoadReply)
+        tensors = "/v1/adapters/{name:path}/tensors"
+        extra = self._tensors.described()
+        router.add_api_route(tensors, self.put_tensors, methods=["PUT"], openapi_extra=extra)
         extra = operation(PutAdapterRequest, replies=(LoadReply,), statuses=(200, 201), errors=OF_ADAPTERS)
         router.add_api_route("/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=extra)
         add("GET", "/v1/adapters", self.list_all, None, *LISTS)
@@ -272,6 +278,13 @@ class AdapterRoutes:
                     await self._engine.on_registry(LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, name)
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
         return _json(LoadReply.of(result, caller_of(request).scope), 201 if is_new else 200)
+
+    @requires(Access.OWN_LOADING)
+    async def put_tensors(self, name: str, request: Request, query: Annotated[TensorsQuery, Query()]) -> Response:
+        """Make a new version of an adapter from a safetensors file. 201 when the name is new."""
+        if media_type_of(request.headers) == "application/json":  # of an operator, for a tenant's adapter `tensors`
+            return await self.put(f"{name}/tensors", request)
+        return await self._tensors.put(name, request, query)
 
     async def _put(self, request: Request, name: str, body: PutAdapterRequest) -> LoadResult:
         if body.path is not None:

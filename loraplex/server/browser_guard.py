@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.api_error import ApiError, error_response
-from loraplex.server.body import check_media_type
+from loraplex.server.body import RAW_TYPE, check_media_type, media_type_of
 from loraplex.server.config import ServerConfig
 
 BROWSER_HEADERS = (
@@ -70,7 +70,7 @@ class AllowedHosts:
 
 
 class BrowserGuard:
-    """Answers 403 to a Host or a page that is not allowed, and 415 to a body that is not JSON."""
+    """Answers 403 to a Host or a page that is not allowed, and 415 to a body that is neither JSON nor tensors."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, allowed_origins: Collection[str]) -> None:
         self._app = app
@@ -80,20 +80,20 @@ class BrowserGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(scope["method"], Headers(scope=scope))
+                self._check(scope["method"], scope["path"], Headers(scope=scope))
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, method: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         hosts = headers.getlist("host")
         for host in hosts:
             if not self._hosts.accept(host):
                 raise _wrong_host(host)
         if not self._is_own_page(headers, hosts[0] if hosts else "") and not _is_link(method, headers):
             raise _foreign_page(headers)
-        if method not in SAFE_METHODS and _has_body(headers):
+        if method not in SAFE_METHODS and _has_body(headers) and not _is_raw(method, path, headers):
             check_media_type(headers)
 
     def _is_own_page(self, headers: Headers, host: str) -> bool:
@@ -112,6 +112,11 @@ def _is_link(method: str, headers: Headers) -> bool:
     """A link that a person follows: the page that shows it never sees the answer."""
     mode, target = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
     return method in ("GET", "HEAD") and mode == "navigate" and target == "document" and "origin" not in headers
+
+
+def _is_raw(method: str, path: str, headers: Headers) -> bool:
+    """A file of tensors: no page sends a PUT before it has asked, nor this type."""
+    return method == "PUT" and path.endswith("/tensors") and media_type_of(headers) in ("", RAW_TYPE)
 
 
 def _has_body(headers: Headers) -> bool:

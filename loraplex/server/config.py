@@ -14,6 +14,7 @@ from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.adapters.remote.hub import HUB_PREFIX
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
 from loraplex.adapters.sources.named import NamedSources
+from loraplex.adapters.uploads import MAX_STORED_BYTES, MAX_UPLOAD_BYTES, UploadLimits
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setting
 from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings
@@ -127,6 +128,14 @@ class ServerSettings:
         "directory for adapters that merges and exports make, one folder each (default: such requests are refused)",
     )
     max_merge_bytes: int = setting(MAX_MERGE_BYTES, "most memory of one merge or export; larger ones are refused")
+    max_upload_bytes: int = setting(
+        MAX_UPLOAD_BYTES, "longest upload of an adapter's files or tensors; longer ones are answered with 413"
+    )
+    max_stored_upload_bytes: int = setting(
+        MAX_STORED_BYTES,
+        "most bytes on disk of all uploaded adapters, in the state directory or a temporary folder; further uploads "
+        "are refused",
+    )
     on_bad_adapter: str = setting(
         "refuse",
         "what an adapter of --lora-modules or --lora-paths that cannot be loaded does: refuse (the server does not "
@@ -265,6 +274,12 @@ class ServerSettings:
                     f"on_bad_adapter must be one of {ON_BAD_ADAPTER}, got {self.on_bad_adapter!r}",
                 ),
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
+                (self.max_upload_bytes >= 1024, f"max_upload_bytes must be >= 1024, got {self.max_upload_bytes}"),
+                (
+                    self.max_stored_upload_bytes >= self.max_upload_bytes,
+                    f"max_stored_upload_bytes must be >= max_upload_bytes ({self.max_upload_bytes}), "
+                    f"got {self.max_stored_upload_bytes}",
+                ),
                 *self._parser_checks(),
                 *self._state_checks(),
                 (
@@ -276,6 +291,10 @@ class ServerSettings:
                 (self.log_format in LOG_FORMATS, f"log_format must be one of {LOG_FORMATS}, got {self.log_format!r}"),
             ]
         )
+
+    @property
+    def upload_limits(self) -> UploadLimits:
+        return UploadLimits(self.max_upload_bytes, self.max_stored_upload_bytes)
 
     @property
     def runners(self) -> RunnerSettings:
