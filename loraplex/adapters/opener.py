@@ -65,8 +65,12 @@ class AdapterOpener:
     def open(self, path_or_id: str) -> OpenedAdapter:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
         directory, name = str(self.source.fetch(path_or_id)), shortened(path_or_id)
-        folder = AdapterFolder(Path(directory), name, self.source.roots_of(Path(directory)))
-        return self._opened(directory, name, lambda vocab_size: self.read_text(folder, vocab_size))
+        return self.open_uploaded(directory, name)
+
+    def open_uploaded(self, directory: str, adapter_name: str) -> OpenedAdapter:
+        """As `open`, of a directory that is here, and that this process wrote."""
+        folder = AdapterFolder(Path(directory), adapter_name, self.source.roots_of(Path(directory)))
+        return self._opened(directory, adapter_name, lambda vocab_size: self.read_text(folder, vocab_size))
 
     def config_of(self, spec: AdapterSpec) -> bytes:
         """The configuration in the directory of a registered version, unread. Raises what opening it raises."""

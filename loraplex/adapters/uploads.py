@@ -196,6 +196,10 @@ class Upload:
             except OSError as error:
                 raise _unwritable(error) from error
 
+    def has(self, name: str) -> bool:
+        """Whether anything of a file came."""
+        return name in self._hashes
+
     def sha256(self, name: str) -> str:
         """Of what came of a file, in hexadecimal digits."""
         if name not in self._hashes:

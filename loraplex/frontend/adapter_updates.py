@@ -1,6 +1,7 @@
 """New versions of adapters from tensors that a client sends, as a trainer does after each of its steps.
 
-receive   safetensors, piece by piece, into a folder that nothing reads yet (adapters/uploads.py)
+receive   safetensors, piece by piece, into a folder that nothing reads yet (adapters/uploads.py); with a configuration
+          and texts beside them it is a whole adapter, and takes nothing over from the version that is loaded
 open      configuration: what the file's metadata have under `adapter_config`, else that of the version that is loaded;
           then all that a directory passes: names, shapes, kinds, finite numbers, digest
 publish   as a reload in place: requests that run keep the version that they began with
@@ -49,6 +50,8 @@ class ReceivedOpener(Protocol):
     """What an `AdapterOpener` does with files that a client sent."""
 
     def open_received(self, directory: str, adapter_name: str, loaded: AdapterText | None) -> OpenedAdapter: ...
+
+    def open_uploaded(self, directory: str, adapter_name: str) -> OpenedAdapter: ...
 
     def config_of(self, spec: AdapterSpec) -> bytes: ...
 
@@ -127,6 +130,8 @@ class AdapterUpdates:
         self, name: str, upload: Upload, wish: UpdateWish, loaded: LoRARef | None, spec: AdapterSpec | None
     ) -> OpenedAdapter:
         wish.check_loaded(loaded)
+        if upload.has(CONFIG_NAME):
+            return self._opener.open_uploaded(str(upload.keep(upload.sha256(SAFETENSORS_NAME))), name)
         config = metadata_of(AdapterFolder(upload.folder, name)).get(CONFIG_FIELD)
         if config is not None and not isinstance(config, str):
             text = f"{CONFIG_FIELD} in its metadata is not a string; give the text of an {CONFIG_NAME}"

@@ -47,6 +47,7 @@ from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
+from loraplex.server.sources.upload_route import FORM_TYPE, UploadRoute
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
 from loraplex.server.tensors_api import TensorRoute, TensorsQuery
@@ -86,6 +87,7 @@ class AdapterRoutes:
         self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)
         self._tensors = TensorRoute(context, self._names, self._quota, self._loads)
+        self._upload = UploadRoute(context, self._names, self._loads)
         self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
 
     def router(self) -> APIRouter:
@@ -101,7 +103,9 @@ class AdapterRoutes:
 
         add("POST", "/v1/load_lora_adapter", self.load_lora_adapter, LoadLoraAdapterRequest)
         add("POST", "/v1/unload_lora_adapter", self.unload_lora_adapter, UnloadLoraAdapterRequest)
-        add("POST", "/v1/adapters", self.load, LoadAdapterRequest, LoadReply)
+        extra = operation(LoadAdapterRequest, replies=(LoadReply,), errors=OF_ADAPTERS)
+        extra["requestBody"]["content"] |= UploadRoute.described()
+        router.add_api_route("/v1/adapters", self.load, methods=["POST"], openapi_extra=extra)
         add("POST", "/v1/adapters/switch", self.switch, SwitchAdapterRequest, SwitchReply)
         merge = operation(MergeAdaptersRequest, replies=(MergeCard,), statuses=(202,), errors=OF_ADAPTERS)
         router.add_api_route(
@@ -244,7 +248,10 @@ class AdapterRoutes:
 
     @requires(Access.OWN_LOADING)
     async def load(self, request: Request) -> Response:
-        """Load an adapter under a name; a known name with the same path is a no-op that says so."""
+        """Load an adapter under a name, of a path or of files in a form. A known name with the same path is a no-op
+        that says so."""
+        if media_type_of(request.headers) == FORM_TYPE:
+            return await self._upload.post(request)
         body = await self._context.bodies.read(request, LoadAdapterRequest)
         name_adapters(request, body.name)
         self._registry(f"adapter {clipped(body.name)!r} was to be loaded")

@@ -3,7 +3,7 @@
 A page can reach a server that no stranger can, on loopback or inside a network. Three ways lead there, and each is
 closed: a name of the page's own that is made to resolve to this machine (DNS rebinding: the `Host` is none of ours),
 a request to another origin (`Origin` and `Sec-Fetch-Site`, which a browser writes and a page cannot), and a form (its
-body is never JSON).
+body is never JSON; one of files, an upload, needs a header that no form sends).
 Programs send neither `Origin` nor `Sec-Fetch-*`: for them only the `Host` counts.
 """
 
@@ -70,7 +70,7 @@ class AllowedHosts:
 
 
 class BrowserGuard:
-    """Answers 403 to a Host or a page that is not allowed, and 415 to a body that is neither JSON nor tensors."""
+    """Answers 403 to a Host or a page that is not allowed, and 415 to a body that is neither JSON nor files."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, allowed_origins: Collection[str]) -> None:
         self._app = app
@@ -93,7 +93,8 @@ class BrowserGuard:
                 raise _wrong_host(host)
         if not self._is_own_page(headers, hosts[0] if hosts else "") and not _is_link(method, headers):
             raise _foreign_page(headers)
-        if method not in SAFE_METHODS and _has_body(headers) and not _is_raw(method, path, headers):
+        is_file = _is_raw(method, path, headers) or _is_upload(method, path, headers)
+        if method not in SAFE_METHODS and _has_body(headers) and not is_file:
             check_media_type(headers)
 
     def _is_own_page(self, headers: Headers, host: str) -> bool:
@@ -117,6 +118,12 @@ def _is_link(method: str, headers: Headers) -> bool:
 def _is_raw(method: str, path: str, headers: Headers) -> bool:
     """A file of tensors: no page sends a PUT before it has asked, nor this type."""
     return method == "PUT" and path.endswith("/tensors") and media_type_of(headers) in ("", RAW_TYPE)
+
+
+def _is_upload(method: str, path: str, headers: Headers) -> bool:
+    """A form of files. A page can send one unasked, but neither of these headers with it."""
+    is_form = (method, path) == ("POST", "/v1/adapters") and media_type_of(headers) == "multipart/form-data"
+    return is_form and ("authorization" in headers or "x-requested-with" in headers)
 
 
 def _has_body(headers: Headers) -> bool:

@@ -123,6 +123,9 @@ class FakeReceivedOpener:
     def config_of(self, spec: AdapterSpec) -> bytes:
         return b"{}"
 
+    def open_uploaded(self, directory: str, adapter_name: str) -> OpenedAdapter:
+        return self.open_received(directory, adapter_name, None)
+
     def open_received(self, directory: str, adapter_name: str, loaded: AdapterText | None) -> OpenedAdapter:
         data = (Path(directory) / SAFETENSORS_NAME).read_bytes()
         return OpenedAdapter(directory, hashlib.blake2b(data).hexdigest()[:64], len(data), FAKE_RANK, loaded)
