@@ -362,9 +362,8 @@ class AsyncEngine(AdapterVerbs):
     async def _load_requested(self, request: LoRARequest) -> None:
         """Load an adapter that a request brings with it, unless it is there."""
         self._front.check_lora_request(request)
-        await self.load_adapter(
-            request.lora_name, request.lora_path, lora_int_id=request.lora_int_id, load_inplace=request.load_inplace
-        )
+        path, is_reload = self._front.source_of(request), request.load_inplace
+        await self.load_adapter(request.lora_name, path, lora_int_id=request.lora_int_id, load_inplace=is_reload)
 
     async def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are passed over. Its iterator ends, with an output or an error."""

@@ -13,7 +13,7 @@ from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegis
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.uploads import UploadStore
+from loraplex.adapters.uploads import UPLOAD_PREFIX, UploadStore
 from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase
 from loraplex.core import (
     AdapterChoice,
@@ -140,6 +140,14 @@ class Front:
     def is_forced_out(self, adapter_ids: Iterable[int]) -> bool:
         """Whether one of the adapters of a request was unloaded by force since they were acquired."""
         return any(self.registry_or_refuse().is_forced_out(each) for each in adapter_ids)
+
+    def source_of(self, request: LoRARequest) -> str:
+        """The path of a request's adapter; what stands for it where the adapter was updated by tensors since, which a
+        request does not undo unless it says `load_inplace`."""
+        if self.registry is None or request.load_inplace or not self.registry.is_registered(request.lora_name):
+            return request.lora_path
+        loaded = self.registry.source_of(request.lora_name)
+        return loaded if loaded.startswith(UPLOAD_PREFIX) else request.lora_path
 
     def check_lora_request(self, request: LoRARequest) -> None:
         """Raises LoraDisabledError without LoRA, InvalidRequestError when the adapter was made for another base."""

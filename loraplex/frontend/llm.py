@@ -425,7 +425,7 @@ class LLM:
         self._front.check_lora_request(lora_request)
         result = self._front.registry_or_refuse().load(
             lora_request.lora_name,
-            lora_request.lora_path,
+            self._front.source_of(lora_request),
             lora_int_id=lora_request.lora_int_id,
             load_inplace=lora_request.load_inplace,
         )

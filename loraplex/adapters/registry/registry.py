@@ -304,6 +304,11 @@ class LoRARegistry:
         with self._lock:
             return self._table.answering(name).spec
 
+    def source_of(self, name: str) -> str:
+        """Where what is loaded under `name` itself came from, as its owner named it."""
+        with self._lock:
+            return self._table.own(name).ref.lora_path
+
     def check_new_name(self, name: str) -> None:
         """Raises AdapterConflictError for a name that is loaded, or is the base model's, and InvalidRequestError."""
         check_adapter_name(name, self._base_names)
