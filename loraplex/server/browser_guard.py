@@ -121,7 +121,7 @@ def _is_raw(method: str, path: str, headers: Headers) -> bool:
 
 
 def _is_upload(method: str, path: str, headers: Headers) -> bool:
-    """A form of files. A page can send one unasked, but neither of these headers with it."""
+    """A form of files. A page of another site can send one, but neither of these headers with it."""
     is_form = (method, path) == ("POST", "/v1/adapters") and media_type_of(headers) == "multipart/form-data"
     return is_form and ("authorization" in headers or "x-requested-with" in headers)
 

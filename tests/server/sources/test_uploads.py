@@ -128,7 +128,7 @@ async def test_bytes_are_bounded(tmp_path: Path) -> None:
 
 
 async def test_a_form_of_a_page_is_none(tmp_path: Path) -> None:
-    """A page can send a form to this machine unasked, but not with this header."""
+    """A page can send a form to this machine, but not with this header."""
     async with serving(tmp_path) as client:
         del client.headers["x-requested-with"]
         assert (await send(client)).status_code == 415
