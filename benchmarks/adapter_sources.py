@@ -107,7 +107,7 @@ def directory_of(root: Path, adapter: Path, num_adapters: int, measured: list[st
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    made = fixture(args.size, 1, ranks=[args.rank])
+    made = fixture(args.size, 1, ranks=[args.rank], adapter_dtype="bfloat16")
     kinds = ("cold", "by need", "loaded")
     names = {kind: [f"{kind.replace(' ', '-')}-{number}" for number in range(args.requests)] for kind in kinds}
     root = folder / "adapters"
