@@ -1,6 +1,6 @@
 """How long a trainer waits for the first token of its new weights: tensors that are sent, and a file that is reloaded.
 
-    python -m benchmarks.trainer_updates                     one server of `s`, rank 16, 20 updates of each kind in turns
+    python -m benchmarks.trainer_updates                     `s`, rank 16, 20 updates of each kind in turns
     python -m benchmarks.trainer_updates --state-dir         versions outlive the server: all is synced
     python -m benchmarks.trainer_updates --size tiny --updates 5
 sent    `PUT /v1/adapters/policy/tensors`, from the last byte of the body to the answer, and to the first token of a

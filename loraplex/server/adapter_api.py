@@ -40,7 +40,7 @@ from loraplex.server.adapter_schemas import (
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
-from loraplex.server.body import media_type_of
+from loraplex.server.body import JSON_TYPE, media_type_of
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
@@ -289,7 +289,7 @@ class AdapterRoutes:
     @requires(Access.OWN_LOADING)
     async def put_tensors(self, name: str, request: Request, query: Annotated[TensorsQuery, Query()]) -> Response:
         """Make a new version of an adapter from a safetensors file. 201 when the name is new."""
-        if media_type_of(request.headers) == "application/json":  # of an operator, for a tenant's adapter `tensors`
+        if media_type_of(request.headers) == JSON_TYPE:  # of an operator, for a tenant's adapter `tensors`
             return await self.put(f"{name}/tensors", request)
         return await self._tensors.put(name, request, query)
 

@@ -43,8 +43,8 @@ _FORMS = {
     "multipart/form-data": "send the fields as one JSON object: curl -H 'Content-Type: application/json' -d '{...}'",
 }
 
-RAW_TYPE = "application/octet-stream"
-"""Of a body that is a file; only `PUT .../tensors` takes one."""
+JSON_TYPE, RAW_TYPE = "application/json", "application/octet-stream"
+"""The latter is of a body that is a file; only `PUT .../tensors` takes one."""
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -178,7 +178,7 @@ def check_media_type(headers: Headers) -> None:
     """Other types are refused: web pages may post those to a server on this machine. So are packed bodies."""
     check_encoding(headers)
     media_type = media_type_of(headers)
-    if media_type != "application/json":
+    if media_type != JSON_TYPE:
         hint = f"; {_FORMS[media_type]}" if media_type in _FORMS else ""
         raise ApiError(
             f"Content-Type must be application/json, got {clipped(media_type or 'none')!r}{hint}",

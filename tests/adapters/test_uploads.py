@@ -29,9 +29,11 @@ def test_an_upload_is_kept_under_its_digest(tmp_path: Path) -> None:
     upload.write(NAME, memoryview(b"ghts"))
     assert upload.sha256(NAME) == hashlib.sha256(b"weights").hexdigest()
     folder = upload.keep("abc")
-    assert folder.parent == tmp_path / "uploads" and folder.name.startswith("abc-")
+    assert folder.parent == tmp_path / "uploads"
+    assert folder.name.startswith("abc-")
     assert [(each.name, each.read_bytes()) for each in folder.iterdir()] == [(NAME, b"weights")]
-    assert store.has(str(folder)) and not store.has(str(tmp_path))
+    assert store.has(str(folder))
+    assert not store.has(str(tmp_path))
     assert store.num_bytes == 7
 
 
@@ -39,7 +41,8 @@ def test_equal_uploads_have_folders_of_their_own(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     first, second = (sent(store).keep("abc") for _ in range(2))
     store.remove(str(first))
-    assert not first.exists() and second.exists()
+    assert not first.exists()
+    assert second.exists()
     assert store.num_bytes == 7
 
 
@@ -61,7 +64,8 @@ def test_others_folders_are_not_removed(tmp_path: Path) -> None:
     other.mkdir()
     for path in (other, tmp_path / "uploads" / ".." / "other", tmp_path, tmp_path / "uploads"):
         store.remove(str(path))
-    assert other.is_dir() and store.num_bytes == 7
+    assert other.is_dir()
+    assert store.num_bytes == 7
 
 
 def test_one_upload_is_bounded(tmp_path: Path) -> None:
@@ -94,16 +98,19 @@ def test_what_no_version_has_goes_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("?")
     store = store_at(tmp_path)
     store.sweep([str(used), str(tmp_path / "gone")])
-    assert list(tmp_path.iterdir()) == [used] and unused != used
+    assert list(tmp_path.iterdir()) == [used]
+    assert unused != used
     assert store.num_bytes == 7
 
 
 def test_a_temporary_store_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path))
     store = store_at(None)
-    assert not store.has(str(tmp_path)) and not list(tmp_path.iterdir())
+    assert not store.has(str(tmp_path))
+    assert not list(tmp_path.iterdir())
     folder = sent(store).keep("abc")
-    assert folder.is_relative_to(tmp_path) and store.has(str(folder))
+    assert folder.is_relative_to(tmp_path)
+    assert store.has(str(folder))
     other = store_at(None)
     sent(other)
     assert folder.exists()  # what another process has is left alone
