@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from loraplex.adapters.files import BIN_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, SAFETENSORS_NAME, TEXT_NAMES
+from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, SAFETENSORS_NAME, TEXT_NAMES
 from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
 from loraplex.server.api_error import ApiError, clipped
 

@@ -83,7 +83,7 @@ async def test_a_name_that_is_loaded_needs_load_inplace(tmp_path: Path) -> None:
     [
         ([("f", CONFIG)], {}, "no file adapter_model.safetensors"),
         ([("f", WEIGHTS)], {}, "no file adapter_config.json"),
-        ([("f", CONFIG), ("f", ("adapter_model.bin", b"x"))], {}, "adapter_model.bin' may run what it likes"),
+        ([("f", CONFIG), ("f", ("adapter_model.bin", b"x"))], {}, "adapter_model.bin' is pickle"),
         ([("f", CONFIG), ("f", ("../x", b"x"))], {}, "'../x' is not taken"),
         ([("f", CONFIG), ("f", CONFIG)], {}, "is there twice"),
         ([("f", CONFIG), ("f", ("adapter_model.safetensors", b""))], {}, "is empty"),
