@@ -105,10 +105,8 @@ class UploadForm:
             self._field = name
             return
         if name not in MAX_BYTES:
-            why = (
-                "may run what it likes when it is read: " if name == BIN_NAME or name.endswith((".bin", ".pt")) else ""
-            )
-            raise _wrong(f"the file {clipped(name)!r} {why}is not taken; send {', '.join(MAX_BYTES)}")
+            why = " is pickle, which may run code when it is read, and" if name.endswith((".bin", ".pt")) else ""
+            raise _wrong(f"the file {clipped(name)!r}{why} is not taken; send {', '.join(MAX_BYTES)}")
         if name in self.files:
             raise _wrong(f"the file {clipped(name)!r} is there twice")
         if "name" not in self.fields:
