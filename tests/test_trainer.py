@@ -6,10 +6,11 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 from safetensors.torch import load_file, save
 
 from loraplex.demo.tasks import adapter_path
-from tests.test_openai_end_to_end import PATIENCE_S, Server
+from tests.test_openai_end_to_end import PATIENCE_S, REPOSITORY, Server
 
 
 def put(http: httpx.Client, task: str, **params: str) -> httpx.Response:
@@ -53,3 +54,12 @@ def test_updates_reach_all_runners_and_outlive_the_server(tmp_path: Path) -> Non
         assert not list((state / "uploads").iterdir())
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0
+
+
+def test_the_loop_of_the_guide_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (REPOSITORY / "docs" / "guides" / "trainers.md").read_text()
+    loop = guide.split("```py\n", 1)[1].split("```", 1)[0]
+    assert len(loop.strip().splitlines()) <= 11
+    with Server(tmp_path, "--lora-modules", f"upper={adapter_path('upper')}") as server:
+        exec(loop.replace("http://localhost:8000", server.url), {})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["2", "3", "4"]
