@@ -36,6 +36,7 @@ from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
 if TYPE_CHECKING:
     from loraplex.adapters.journal import SqliteJournal
     from loraplex.adapters.journal.postgres_journal import PostgresJournal
+    from loraplex.adapters.opener import AdapterOpener
 
 logger = logging.getLogger(__name__)
 
@@ -210,21 +211,11 @@ def make_front(
     journal, on_change, abort_grace_s: as in `LoRARegistry`. grammars: the engine's, where it is in this process.
     uploads: where what clients send is kept (None: in a temporary folder).
     """
-    # These bring in torch: a second, spent while an engine process starts.
-    from loraplex.adapters.opener import AdapterOpener, no_text
-    from loraplex.adapters.weights import CheckedReader
-
     texts = _texts(config, info)
     base, registry, updates = texts.of(None), None, None
     if config.lora is not None and store is not None:
-        reader, read_text = (
-            CheckedReader(info.targets, config.lora, info.long_contexts, keeps_projections=info.device == "cpu"),
-            texts.read if config.lora.adapter_text else no_text,
-        )
-        source = AdapterSource(config.root_paths, max_object_bytes=_max_object_bytes(config.lora))
-        opener = AdapterOpener(source, reader, read_text)
-        names, uploads = {served_model_name, *base_names}, uploads or UploadStore(None)
-        updates = AdapterUpdates(uploads, opener)
+        opener, names = _opener(config, config.lora, info, texts), {served_model_name, *base_names}
+        updates = AdapterUpdates(uploads or UploadStore(None), opener)
         registry = LoRARegistry(
             store,
             opener.open,
@@ -236,8 +227,8 @@ def make_front(
             journal=journal,
             on_change=on_change,
             abort_grace_s=abort_grace_s,
-            on_unused=uploads.remove,
-            locate=source.locate,
+            on_unused=updates.uploads.remove,
+            locate=opener.source.locate,
         )
     return Front(
         served_model_name,
@@ -268,6 +259,16 @@ def open_journal(
     from loraplex.adapters.journal import SqliteJournal
 
     return SqliteJournal(str(state_dir), config.model)
+
+
+def _opener(config: EngineConfig, lora: LoRAConfig, info: EngineInfo, texts: AdapterTexts) -> AdapterOpener:
+    # These bring in torch: a second, spent while an engine process starts.
+    from loraplex.adapters.opener import AdapterOpener, no_text
+    from loraplex.adapters.weights import CheckedReader
+
+    reader = CheckedReader(info.targets, lora, info.long_contexts, keeps_projections=info.device == "cpu")
+    source = AdapterSource(config.root_paths, max_object_bytes=_max_object_bytes(lora))
+    return AdapterOpener(source, reader, texts.read if lora.adapter_text else no_text)
 
 
 def _texts(config: EngineConfig, info: EngineInfo) -> AdapterTexts:
