@@ -233,7 +233,6 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         assert self.runners.count, "what is wrong with them was raised"
-        assert self.sources is not None, "what is wrong with them was raised"
         _refuse_first(
             [
                 (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
@@ -282,10 +281,6 @@ class ServerSettings:
                 ),
                 *self._parser_checks(),
                 *self._state_checks(),
-                (
-                    self.max_sourced_adapters >= 1,
-                    f"max_sourced_adapters must be >= 1, got {self.max_sourced_adapters}",
-                ),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
                 (self.log_format in LOG_FORMATS, f"log_format must be one of {LOG_FORMATS}, got {self.log_format!r}"),
@@ -341,7 +336,9 @@ class ServerSettings:
         ]
 
     def _state_checks(self) -> list[tuple[bool, str]]:
+        most = self.max_sourced_adapters
         return [
+            (self.sources is not None and most >= 1, f"max_sourced_adapters must be >= 1, got {most}"),
             (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
             (self.adapter_output_dir != "", "adapter_output_dir is empty; give a directory, or leave it out"),
             (self.database_url != "", "database_url is empty; give postgresql://user@host/name, or leave it out"),

@@ -300,5 +300,6 @@ async def test_names_that_came_by_need_are_each_replicas_own(tmp_path: Path) -> 
 
 async def test_uploads_are_not_routed() -> None:
     async with replicas(1) as (a,), router([a.name]) as front:
-        answer = await front.client.post("/v1/adapters", files={"file": ("adapter_config.json", b"{}")})
+        files, headers = {"file": ("adapter_config.json", b"{}")}, {"X-Requested-With": "test"}
+        answer = await front.client.post("/v1/adapters", files=files, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_routed")
