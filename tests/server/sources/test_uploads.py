@@ -49,7 +49,7 @@ def kept(folder: Path) -> list[list[str]]:
 
 async def until_empty(folder: Path) -> None:
     """What was given up is removed in a thread, where it may still be written."""
-    while kept(folder):
+    while any((folder / "uploads").glob("*")):
         await asyncio.sleep(0.005)
 
 
