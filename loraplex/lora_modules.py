@@ -149,7 +149,7 @@ async def start_engine(config: EngineConfig, server: ServerConfig, modules: Sequ
     for missing in (root for root in roots or () if not root.is_dir()):
         _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
     if roots is not None:
-        own = *(path for _, path in modules), *(() if made is None else (str(made),))
+        own = *(path for _, path in modules), *(() if made is None else (str(made),)), *server.sources.directories
         config = replace(config, adapter_roots=(*map(str, roots), *own))
     with StartProgress() as progress:
         engine = await AsyncEngine.start(
@@ -158,6 +158,7 @@ async def start_engine(config: EngineConfig, server: ServerConfig, modules: Sequ
             base_names=server.served_model_names,
             on_progress=progress.update,
             state_dir=server.state_dir,
+            upload_limits=server.upload_limits,
             database=registry_database(server),
             supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
             runners=server.runners,

@@ -268,6 +268,13 @@ def read_shards(folder: AdapterFolder, name: str, max_tensors: int) -> tuple[Sha
     return tuple(shards)
 
 
+def metadata_of(folder: AdapterFolder, max_tensors: int = MAX_TENSORS) -> dict[str, Any]:
+    """What the safetensors file of a folder says beside its tensors. Raises what `read_shards` raises."""
+    shard = read_shards(folder, SAFETENSORS_NAME, max_tensors)[0]
+    found = _parse_json(shard.header, folder.where(shard.name)).get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
 def parse_shards(folder: AdapterFolder, shards: Sequence[Shard], max_tensors: int) -> tuple[TensorEntry, ...]:
     """Their tensors. Raises AdapterFileFormatError, AdapterTruncatedError."""
     entries: list[TensorEntry] = []

@@ -7,11 +7,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, read_files
+from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.source import AdapterSource
@@ -42,6 +42,9 @@ _OF_CONTENT = (
 )
 """What the content of files is refused with; another try may end otherwise after all other errors."""
 
+_OF_WEIGHTS = {"vocab_size", "invocation_tokens", *(each.name for each in fields(LongContext))}
+"""What the document of a text has of weights and configuration."""
+
 ReadText = Callable[[AdapterFolder, int | None], AdapterText | None]
 """What an adapter's directory says about text, by its folder and where its vocabulary ends."""
 
@@ -61,11 +64,40 @@ class AdapterOpener:
 
     def open(self, path_or_id: str) -> OpenedAdapter:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
-        directory = str(self.source.fetch(path_or_id))
-        name = shortened(path_or_id)
+        directory, name = str(self.source.fetch(path_or_id)), shortened(path_or_id)
+        return self.open_uploaded(directory, name)
+
+    def open_uploaded(self, directory: str, adapter_name: str) -> OpenedAdapter:
+        """As `open`, of a directory that is here, and that this process wrote."""
+        folder = AdapterFolder(Path(directory), adapter_name, self.source.roots_of(Path(directory)))
+        return self._opened(directory, adapter_name, lambda vocab_size: self.read_text(folder, vocab_size))
+
+    def config_of(self, spec: AdapterSpec) -> bytes:
+        """The configuration in the directory of a registered version, unread. Raises what opening it raises."""
+        path = Path(spec.path)
+        return AdapterFolder(path, spec.adapter_name, self.source.roots_of(path)).read(CONFIG_NAME, MAX_CONFIG_BYTES)
+
+    def open_received(self, directory: str, adapter_name: str, loaded: AdapterText | None) -> OpenedAdapter:
+        """As `open`, of weights and a configuration that a client sent for an adapter with the text `loaded`, which
+        stays. Raises AdapterValidationError where they end its vocabulary elsewhere."""
+
+        def text_of(vocab_size: int | None) -> AdapterText | None:
+            document = {} if loaded is None else dict(loaded.document)
+            kept = {name: value for name, value in document.items() if name not in _OF_WEIGHTS}
+            if kept and vocab_size != document.get("vocab_size"):
+                reason = (
+                    "its weights end the vocabulary elsewhere than those before: load a directory that has the "
+                    "tokenizer for them"
+                )
+                raise AdapterValidationError.from_reasons(adapter_name, [reason])
+            made = kept if vocab_size is None else {**kept, "vocab_size": vocab_size}
+            return AdapterText.of(made) if made else None
+
+        return self._opened(directory, adapter_name, text_of)
+
+    def _opened(self, directory: str, name: str, text_of: Callable[[int | None], AdapterText | None]) -> OpenedAdapter:
         model = read_adapter(directory, name, self.source, self.reader)
-        folder = AdapterFolder(Path(directory), name, self.source.roots_of(Path(directory)))
-        text = _with_context(self.read_text(folder, model.vocab_size), model.long_context)
+        text = _with_context(text_of(model.vocab_size), model.long_context)
         if model.invocation_tokens:
             text = AdapterText.activated(text, model.invocation_tokens)
         return OpenedAdapter(directory, model.adapter_digest, model.nbytes, model.rank, text)

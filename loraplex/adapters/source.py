@@ -2,6 +2,7 @@
 
 /path/to/adapter, ./adapter, ~/adapter      a directory, links resolved, inside the allowed roots if there are any
 hf://org/name, hf://org/name@revision       the hub
+hf://org/name/folder@revision               a folder of a repository
 org/name, org/name@revision                 the hub, when no such local directory exists
 s3://bucket/prefix                          an object store (object_store.py)
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.registry import VersionRecord
 from loraplex.adapters.regular_file import Roots, is_inside, outside_roots
-from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter, fetch_from_hub, hub_folder_of
+from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter, fetch_from_hub, hub_folder_of, hub_snapshot_of
 from loraplex.adapters.remote.object_store import ObjectAdapter, fetch_objects, object_folder_of
 from loraplex.errors import AdapterContentChangedError, AdapterPathNotFoundError, shortened, shown
 
@@ -78,10 +79,12 @@ class AdapterSource:
         content = object_folder_of(there)
         if content is not None and ObjectAdapter.parse(record.lora_path) is not None:
             return self._locate_objects(record, content) if may_fetch else None
-        hub = HubAdapter.parse(record.lora_path) if hub_folder_of(there) is not None else None
-        if hub is None:
+        snapshot = hub_snapshot_of(there)
+        hub = None if snapshot is None else HubAdapter.parse(record.lora_path)
+        if hub is None or snapshot is None:
             return record.path  # its requests are told that it is missing
-        return str(self.fetch(f"{HUB_PREFIX}{hub.repo}", revision=there.name)) if may_fetch else None
+        place = f"{HUB_PREFIX}{hub.repo}/{hub.folder}".removesuffix("/")
+        return str(self.fetch(place, revision=snapshot.name)) if may_fetch else None
 
     def _locate_objects(self, record: VersionRecord, content: str) -> str:
         found = self.fetch(record.lora_path)

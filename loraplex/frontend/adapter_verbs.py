@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import AdapterInfo, LoRARegistry
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry
+from loraplex.frontend.adapter_updates import AdapterUpdates, expecting
+
+if TYPE_CHECKING:
+    import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +36,11 @@ class AdapterVerbs(ABC):
     def registry(self) -> LoRARegistry | None:
         """None when LoRA is off."""
 
+    @property
+    @abstractmethod
+    def updates(self) -> AdapterUpdates:
+        """What makes new versions of tensors. Raises LoraDisabledError."""
+
     @abstractmethod
     async def on_registry(
         self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -51,6 +61,27 @@ class AdapterVerbs(ABC):
     evict_adapter = _method(LoRARegistry.evict)
     preload_adapter = _method(LoRARegistry.preload)
     describe_adapter = _method(LoRARegistry.describe)
+
+    async def update_adapter_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor] | bytes,
+        adapter_config: Mapping[str, Any] | None = None,
+        *,
+        expected_version: int | None = None,
+    ) -> LoadResult:
+        """Make a new version of an adapter from tensors in memory, as a trainer does after each step.
+
+        tensors: all of them, by their names in peft (`get_peft_model_state_dict`), or the bytes of a safetensors file.
+        adapter_config: as in adapter_config.json; None: that of the version that is loaded. expected_version: the
+        version that is to be replaced. Requests that run keep their version; equal tensors are no new version.
+
+        Raises AdapterNotFoundError for a name that is not loaded without a configuration, AdapterConflictError for
+        another version, and what validation raises: then the adapter is what it was.
+        """
+        upload = await asyncio.to_thread(self.updates.receive, tensors, adapter_config)
+        async with self.updates.abandoning(upload), self.updates.turn(name):
+            return await self.on_registry(self.updates.update, name, upload, expecting(name, expected_version))
 
     async def list_adapters(self) -> list[AdapterInfo]:
         return [] if self.registry is None else await self.on_registry(LoRARegistry.list_adapters)

@@ -31,6 +31,7 @@ from loraplex.adapters.registry import (
     SharedJournal,
     start_thread,
 )
+from loraplex.adapters.uploads import DEFAULT_LIMITS, FOLDER_NAME, UploadLimits, UploadStore
 from loraplex.config import EngineConfig, RegistryDatabase
 from loraplex.core import (
     AdapterChoice,
@@ -43,7 +44,6 @@ from loraplex.core import (
     TokenOutput,
 )
 from loraplex.errors import (
-    ConfigError,
     EngineDeadError,
     EngineOverloadedError,
     EngineShutdownError,
@@ -52,10 +52,11 @@ from loraplex.errors import (
 )
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend import messages as msg
+from loraplex.frontend.adapter_updates import AdapterUpdates
 from loraplex.frontend.adapter_verbs import AdapterVerbs
 from loraplex.frontend.client import EngineClient, ProgressCallback
 from loraplex.frontend.event_hub import EventHub
-from loraplex.frontend.frontend import Front, adapter_ref, choice_of, lora_requests_of, make_front
+from loraplex.frontend.frontend import Front, adapter_ref, choice_of, lora_requests_of, make_front, open_journal
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.frontend.runners.runner import Runner
 from loraplex.frontend.runners.runners import Runners
@@ -190,6 +191,10 @@ class AsyncEngine(AdapterVerbs):
     def registry(self) -> LoRARegistry | None:
         return self._front.registry
 
+    @property
+    def updates(self) -> AdapterUpdates:
+        return self._front.updates_or_refuse()
+
     @classmethod
     async def start(
         cls,
@@ -202,32 +207,35 @@ class AsyncEngine(AdapterVerbs):
         database: RegistryDatabase | None = None,
         supervision: Supervision | None = None,
         runners: RunnerSettings | None = None,
+        upload_limits: UploadLimits = DEFAULT_LIMITS,
     ) -> AsyncEngine:
         """Start the engine processes and wait until their model is ready.
 
         state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when
         this returns. database: the same, shared with other servers. supervision: how a process is watched. runners: how
-        many there are, and where (None: one). Raises ConfigError when state directory or database cannot be used.
+        many there are, and where (None: one). upload_limits: of what clients send. Raises ConfigError when state
+        directory or database cannot be used.
         """
         fetched = await _with_fetched_model(config.with_real_roots())
         if fetched.merge_adapter is not None:
             fetched = await asyncio.to_thread(_with_fetched_adapter, fetched, fetched.merge_adapter)
-        journal = await asyncio.to_thread(_open_journal, config, state_dir, database)
+        journal = await asyncio.to_thread(open_journal, config, state_dir, database)
         engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision, runners)
+        uploads = UploadStore(None if state_dir is None else Path(state_dir).absolute() / FOLDER_NAME, upload_limits)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
             await asyncio.gather(engine._runners.start(), importing)
-            engine._make_front(base_names)
+            engine._make_front(base_names, uploads)
             await asyncio.to_thread(engine._front.forms.prepare)
-            if journal is not None and engine.registry is not None:
-                await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
+            if journal is not None:
+                await asyncio.to_thread(engine._front.resume, journal)
             engine._runners.consolidate(engine._streams, engine._mover, lambda: engine._profile is not None)
         except BaseException:
             await engine.shutdown()
             raise
         return engine
 
-    def _make_front(self, base_names: Iterable[str]) -> None:
+    def _make_front(self, base_names: Iterable[str], uploads: UploadStore) -> None:
         info = self.info
         for choice in info.choices:  # the engine process logs warnings alone
             logger.info("%s", choice)
@@ -249,9 +257,9 @@ class AsyncEngine(AdapterVerbs):
             base_names=base_names,
             journal=self._journal,
             on_change=self._on_registry_change,
+            uploads=uploads,
         )
-        self._at_end.callback(self._front.texts.close)
-        self._at_end.callback(self._front.forms.close)
+        self._at_end.callback(self._front.close)
 
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         """A verb's thread tells what it did."""
@@ -355,9 +363,8 @@ class AsyncEngine(AdapterVerbs):
     async def _load_requested(self, request: LoRARequest) -> None:
         """Load an adapter that a request brings with it, unless it is there."""
         self._front.check_lora_request(request)
-        await self.load_adapter(
-            request.lora_name, request.lora_path, lora_int_id=request.lora_int_id, load_inplace=request.load_inplace
-        )
+        path, is_reload = self._front.source_of(request), request.load_inplace
+        await self.load_adapter(request.lora_name, path, lora_int_id=request.lora_int_id, load_inplace=is_reload)
 
     async def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are passed over. Its iterator ends, with an output or an error."""
@@ -581,20 +588,3 @@ def _logged_load(registry: LoRARegistry, name: str, path: str, **wishes: Any) ->
 def _again(error: EngineDeadError) -> EngineDeadError:
     """An error of its own for each request that meets it."""
     return EngineDeadError(str(error), error.retry_after_s)
-
-
-def _open_journal(
-    config: EngineConfig, state_dir: str | Path | None, database: RegistryDatabase | None
-) -> SqliteJournal | PostgresJournal | None:
-    if state_dir is None and database is None:
-        return None
-    what = "a state directory" if database is None else "a database"
-    if config.lora is None:
-        raise ConfigError(f"{what} is given, but LoRA is off: leave it out, or leave out --no-enable-lora")
-    if database is not None:  # both bring in sqlalchemy: a third of a second
-        from loraplex.adapters.journal.postgres_journal import PostgresJournal
-
-        return PostgresJournal(database.url, config.model, database.patience_s)
-    from loraplex.adapters.journal import SqliteJournal
-
-    return SqliteJournal(str(state_dir), config.model)

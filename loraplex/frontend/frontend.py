@@ -6,14 +6,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
 from loraplex.adapters.source import AdapterSource
-from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.adapters.uploads import UPLOAD_PREFIX, UploadStore
+from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase
 from loraplex.core import (
     AdapterChoice,
     AdapterMix,
@@ -24,13 +25,19 @@ from loraplex.core import (
     MixPart,
     mix_digest,
 )
-from loraplex.errors import InvalidRequestError, LoraDisabledError, shortened
+from loraplex.errors import ConfigError, InvalidRequestError, LoraDisabledError, shortened
+from loraplex.frontend.adapter_updates import AdapterUpdates
 from loraplex.structured.judge import FormJudge
 from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.adapter_text import AdapterTexts
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
 from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
+
+if TYPE_CHECKING:
+    from loraplex.adapters.journal import SqliteJournal
+    from loraplex.adapters.journal.postgres_journal import PostgresJournal
+    from loraplex.adapters.opener import AdapterOpener
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +56,16 @@ class FormChecker(Protocol):
 
 @dataclass(frozen=True)
 class Front:
-    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. forms: checks those of
-    outputs. merged: what is merged into the base weights. scaling_factors: by which adapters may stretch the base's
-    context."""
+    """`tokenizer` is None for a model without tokenizer.json, `registry` and `updates` when LoRA is off.
+
+    forms: checks those of outputs. merged: what is merged into the base weights. scaling_factors: by which
+    adapters may stretch the base's context."""
 
     served_model_name: str
     inputs: InputProcessor
     outputs: OutputProcessor
     registry: LoRARegistry | None
+    updates: AdapterUpdates | None
     texts: AdapterTexts
     forms: FormChecker
     merged: str | None = None
@@ -81,6 +90,23 @@ class Front:
         if self.registry is None:
             raise LoraDisabledError("LoRA is off here: start with enable_lora (the default) to use adapters")
         return self.registry
+
+    def updates_or_refuse(self) -> AdapterUpdates:
+        self.registry_or_refuse()
+        assert self.updates is not None
+        return self.updates
+
+    def resume(self, journal: SqliteJournal | PostgresJournal) -> None:
+        """Take over what a journal has; uploads that it does not name are removed."""
+        if self.registry is not None and self.updates is not None:
+            self.registry.resume(journal.names, journal.last_adapter_id)
+            self.updates.uploads.sweep(spec.path for spec in self.registry.specs())
+
+    def close(self) -> None:
+        self.texts.close()
+        self.forms.close()
+        if self.updates is not None:
+            self.updates.close()
 
     def acquire(self, choice: AdapterChoice) -> tuple[LoRARef, ...]:
         """A reference to each adapter of a request, in its order, or to none; () for the base model.
@@ -126,6 +152,14 @@ class Front:
     def is_forced_out(self, adapter_ids: Iterable[int]) -> bool:
         """Whether one of the adapters of a request was unloaded by force since they were acquired."""
         return any(self.registry_or_refuse().is_forced_out(each) for each in adapter_ids)
+
+    def source_of(self, request: LoRARequest) -> str:
+        """The path of a request's adapter; what stands for it where the adapter was updated by tensors since, which a
+        request does not undo unless it says `load_inplace`."""
+        if self.registry is None or request.load_inplace or not self.registry.is_registered(request.lora_name):
+            return request.lora_path
+        loaded = self.registry.source_of(request.lora_name)
+        return loaded if loaded.startswith(UPLOAD_PREFIX) else request.lora_path
 
     def check_lora_request(self, request: LoRARequest) -> None:
         """Raises LoraDisabledError without LoRA, InvalidRequestError when the adapter was made for another base."""
@@ -181,25 +215,18 @@ def make_front(
     on_change: OnChange = lambda kind, name, text, details: None,
     abort_grace_s: float = ABORT_GRACE_S,
     forms: FormChecker | None = None,
+    uploads: UploadStore | None = None,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. Roots in the config have no links.
 
     journal, on_change, abort_grace_s: as in `LoRARegistry`. forms: the engine's compiler, where it is in this process.
+    uploads: where what clients send is kept (None: in a temporary folder).
     """
-    # These bring in torch: a second, spent while an engine process starts.
-    from loraplex.adapters.opener import AdapterOpener, no_text
-    from loraplex.adapters.weights import CheckedReader
-
     texts = _texts(config, info)
-    base, registry = texts.of(None), None
+    base, registry, updates = texts.of(None), None, None
     if config.lora is not None and store is not None:
-        reader, read_text = (
-            CheckedReader(info.targets, config.lora, info.long_contexts, keeps_projections=info.device == "cpu"),
-            texts.read if config.lora.adapter_text else no_text,
-        )
-        source = AdapterSource(config.root_paths, max_object_bytes=_max_object_bytes(config.lora))
-        opener = AdapterOpener(source, reader, read_text)
-        names = {served_model_name, *base_names}
+        opener, names = _opener(config, config.lora, info, texts), {served_model_name, *base_names}
+        updates = AdapterUpdates(uploads or UploadStore(None), opener)
         registry = LoRARegistry(
             store,
             opener.open,
@@ -211,18 +238,48 @@ def make_front(
             journal=journal,
             on_change=on_change,
             abort_grace_s=abort_grace_s,
-            locate=source.locate,
+            on_unused=updates.uploads.remove,
+            locate=opener.source.locate,
         )
     return Front(
         served_model_name,
         InputProcessor(base.tokenizer, ModelLimits(info.vocab_size, info.max_model_len), base.eos_token_ids),
         OutputProcessor(base.tokenizer),
         registry,
+        updates,
         texts,
         forms or FormJudge(),
         config.merge_adapter,
         () if config.lora is None else config.lora.long_lora_scaling_factors,
     )
+
+
+def open_journal(
+    config: EngineConfig, state_dir: str | Path | None, database: RegistryDatabase | None
+) -> SqliteJournal | PostgresJournal | None:
+    """Where names outlive the process; None: nowhere. Raises ConfigError."""
+    if state_dir is None and database is None:
+        return None
+    what = "a state directory" if database is None else "a database"
+    if config.lora is None:
+        raise ConfigError(f"{what} is given, but LoRA is off: leave it out, or leave out --no-enable-lora")
+    if database is not None:  # both bring in sqlalchemy: a third of a second
+        from loraplex.adapters.journal.postgres_journal import PostgresJournal
+
+        return PostgresJournal(database.url, config.model, database.patience_s)
+    from loraplex.adapters.journal import SqliteJournal
+
+    return SqliteJournal(str(state_dir), config.model)
+
+
+def _opener(config: EngineConfig, lora: LoRAConfig, info: EngineInfo, texts: AdapterTexts) -> AdapterOpener:
+    # These bring in torch: a second, spent while an engine process starts.
+    from loraplex.adapters.opener import AdapterOpener, no_text
+    from loraplex.adapters.weights import CheckedReader
+
+    reader = CheckedReader(info.targets, lora, info.long_contexts, keeps_projections=info.device == "cpu")
+    source = AdapterSource(config.root_paths, max_object_bytes=_max_object_bytes(lora))
+    return AdapterOpener(source, reader, texts.read if lora.adapter_text else no_text)
 
 
 def _texts(config: EngineConfig, info: EngineInfo) -> AdapterTexts:

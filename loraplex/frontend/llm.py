@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARef, SwitchResult
 from loraplex.adapters.registry.drain import check_deadline
@@ -35,6 +35,7 @@ from loraplex.errors import (
     error_from_payload,
 )
 from loraplex.events import Detail, EngineEvent, EventKind
+from loraplex.frontend.adapter_updates import expecting
 from loraplex.frontend.event_hub import EventBatch, EventHub
 from loraplex.frontend.frontend import adapter_ref, choice_of, lora_requests_of, make_front
 from loraplex.frontend.llm_arguments import (
@@ -62,6 +63,9 @@ from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.text.processor import PreparedRequest, ProcessedOutput
 from loraplex.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 STALLED_WAIT_S = 0.05
 
@@ -154,7 +158,7 @@ class LLM:
             if not self._is_closed:
                 self._is_closed = True
                 self.engine.close()
-                self._front.texts.close()
+                self._front.close()
                 wait_until_saved()
 
     @property
@@ -421,7 +425,7 @@ class LLM:
         self._front.check_lora_request(lora_request)
         result = self._front.registry_or_refuse().load(
             lora_request.lora_name,
-            lora_request.lora_path,
+            self._front.source_of(lora_request),
             lora_int_id=lora_request.lora_int_id,
             load_inplace=lora_request.load_inplace,
         )
@@ -477,6 +481,20 @@ class LLM:
     def rollback_lora(self, lora_int_id: int, version: int | None = None) -> LoadResult:
         """Let what answered before an adapter's last reload or switch answer again, or a kept version of it."""
         return self._front.registry_or_refuse().move(self._name_of(lora_int_id), version)
+
+    @in_turn
+    def update_adapter_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor] | bytes,
+        adapter_config: Mapping[str, Any] | None = None,
+        *,
+        expected_version: int | None = None,
+    ) -> LoadResult:
+        """As `AsyncEngine.update_adapter_tensors`."""
+        registry, updates = self._front.registry_or_refuse(), self._front.updates_or_refuse()
+        upload = updates.receive(tensors, adapter_config)
+        return updates.update(registry, name, upload, expecting(name, expected_version))
 
     def _name_of(self, lora_int_id: int) -> str:
         return self._front.registry_or_refuse().name_of(lora_int_id)

@@ -17,16 +17,8 @@ from loraplex.router.replica import VERB_TIMEOUT_S, Replica
 from loraplex.server.request_id import HEADER
 
 SENT_HEADERS = frozenset(
-    {
-        b"accept",
-        b"authorization",
-        b"content-type",
-        b"last-event-id",
-        b"traceparent",
-        b"tracestate",
-        b"user-agent",
-        b"x-api-key",
-    }
+    {b"accept", b"authorization", b"content-type", b"last-event-id", b"traceparent", b"tracestate", b"user-agent"}
+    | {b"content-digest", b"if-match", b"if-none-match", b"x-api-key"}
 )
 """Of a client's headers; all others end here: hop-by-hop ones, cookies, what pages and proxies add."""
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from loraplex.adapters.sources.named import ORIGIN
 from loraplex.routing.known import MAX_KNOWN_ADAPTERS, Known
 
 Meaning = tuple[str, str | None]
@@ -21,7 +22,7 @@ Meaning = tuple[str, str | None]
 
 class Card(msgspec.Struct, frozen=True, gc=False):
     """Of GET /v1/adapters, as an admin sees it: what another process needs to have the same. alias_of: what answers for
-    the name since a switch."""
+    the name since a switch; origin: where it came from, if from no load."""
 
     name: str
     path: str
@@ -29,6 +30,13 @@ class Card(msgspec.Struct, frozen=True, gc=False):
     alias_of: str | None = None
     is_pinned: bool = False
     lora_int_id: int | None = None
+    origin: str = ""
+
+    @property
+    def is_by_need(self) -> bool:
+        """Whether a replica has it since a request named it: another one gets it in the same way, and asks for no
+        load."""
+        return self.origin.startswith(ORIGIN)
 
     @property
     def meaning(self) -> Meaning:

@@ -49,6 +49,9 @@ class RouteSettings:
     )
     guard_metrics: bool = setting(False, "a key that a replica takes required for /metrics")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; longer ones are answered with 413", group="Limits")
+    max_upload_bytes: int = setting(
+        64 * 2**20, "longest body of tensors, held in memory until all replicas have it; longer ones are refused"
+    )
     max_connections: int | None = setting(
         None,
         "most open connections of clients, with as many to replicas (default: by the open files limit, at most 2500)",
@@ -72,6 +75,7 @@ class RouteSettings:
             (self.policy in POLICIES, f"policy must be one of {tuple(POLICIES)}, got {self.policy!r}"),
             (self.replica_requests >= 1, f"replica_requests must be >= 1, got {self.replica_requests}"),
             (self.max_attempts >= 1, f"max_attempts must be >= 1, got {self.max_attempts}"),
+            (self.max_upload_bytes >= 1024, f"max_upload_bytes must be >= 1024, got {self.max_upload_bytes}"),
         ]
         for name in ("poll_interval_s", "connect_timeout_s", "answer_timeout_s"):
             value = getattr(self, name)
@@ -91,7 +95,7 @@ class RouteSettings:
             ssl_certfile=self.ssl_certfile,
             ssl_keyfile=self.ssl_keyfile,
             max_body_bytes=self.max_body_bytes,
-            max_inflight_body_bytes=max(BODIES_BYTES, self.max_body_bytes),
+            max_inflight_body_bytes=max(BODIES_BYTES, self.max_body_bytes, 2 * self.max_upload_bytes),
             max_connections=self.max_connections,
             shutdown_grace_s=self.shutdown_grace_s,
             log_level=self.log_level,

@@ -51,7 +51,7 @@ from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError, ErrorBody, clipped
-from loraplex.server.body import decode_object, read_body
+from loraplex.server.body import JSON_TYPE, decode_object, media_type_of, read_body
 from loraplex.server.off_loop import address_of
 from loraplex.server.streaming import until_disconnect
 
@@ -84,13 +84,16 @@ class PartialReply(msgspec.Struct, frozen=True):
 
 
 class AdapterVerbs:
-    def __init__(self, fleet: Fleet, keys: Keys) -> None:
+    """max_upload_bytes: of tensors, which are held in memory until all replicas have them."""
+
+    def __init__(self, fleet: Fleet, keys: Keys, max_upload_bytes: int) -> None:
         self._fleet = fleet
         self._keys = keys
+        self._max_upload_bytes = max_upload_bytes
 
     def routes(self) -> list[Route]:
-        def verb(method: str, path: str, names: Names) -> Route:
-            return Route(path, partial(self._run, names), methods=[method])
+        def verb(method: str, path: str, names: Names, max_bytes: int = MAX_BODY_BYTES) -> Route:
+            return Route(path, partial(self._run, names, max_bytes), methods=[method])
 
         of_body = partial(_named_in, ("name", "lora_name"))
         return [
@@ -105,14 +108,18 @@ class AdapterVerbs:
             verb("POST", "/v1/adapters/{name:path}/clone", of_body),
             *(verb("POST", f"/v1/adapters/{{name:path}}/{each}", _in_path) for each in ("pin", "unpin", "rollback")),
             *(verb("POST", f"/v1/adapters/{{name:path}}/{each}", _nothing) for each in ("evict", "preload")),
+            verb("PUT", "/v1/adapters/{name:path}/tensors", _updated, self._max_upload_bytes),
             verb("PUT", "/v1/adapters/{name:path}", _in_path),
             verb("DELETE", "/v1/adapters/{name:path}", _in_path),
         ]
 
-    async def _run(self, names_of: Names, request: Request) -> Response:
+    async def _run(self, names_of: Names, max_bytes: int, request: Request) -> Response:
         if (unknown := await self._keys.refusal(request)) is not None:
             return unknown
-        body = await read_body(request, MAX_BODY_BYTES)
+        if request.headers.get("content-type", "").lower().startswith("multipart/"):
+            text = "uploads are kept at one replica's disk, and are not routed: send it to each replica"
+            raise ApiError(text, code="not_routed")
+        body = await read_body(request, max_bytes)
         names = names_of(request, body)
         replicas = self._replicas(request, are_equal=names_of is not _nothing)
         refusal = await until_disconnect(request, _refusal(request, body, replicas[0]))
@@ -209,6 +216,7 @@ class AdapterVerbs:
             try:
                 found = await _card(first, name, first.own_headers)
                 card = msgspec.convert(found, Card) if found else None
+                card = None if card is not None and card.is_by_need else card
             except (LoraplexError, _AnswerError, msgspec.ValidationError):
                 for replica in replicas:
                     replica.names.is_doubtful = True
@@ -235,6 +243,12 @@ def _named_in(fields: Sequence[str], request: Request, body: bytes) -> list[str]
 
 def _in_path(request: Request, body: bytes) -> list[str]:
     return [request.path_params["name"]]
+
+
+def _updated(request: Request, body: bytes) -> list[str]:
+    """JSON is for a tenant's adapter that is called `tensors`, as at a replica."""
+    name: str = request.path_params["name"]
+    return [f"{name}/tensors" if media_type_of(request.headers) == JSON_TYPE else name]
 
 
 def _nothing(request: Request, body: bytes) -> list[str]:

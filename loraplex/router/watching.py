@@ -260,13 +260,15 @@ class Watcher:
     async def _listed(self) -> dict[str, Card] | None:
         """None: it does not say, or there are too many to keep."""
         found: dict[str, Card] = {}
-        after = ""
-        while len(found) <= MAX_KNOWN_ADAPTERS:
+        after, num_seen = "", 0
+        while num_seen <= MAX_KNOWN_ADAPTERS:
             status, body = await self._replica.ask(LIST_PATH + quote(after, safe=""), MAX_LIST_BYTES)
             if status != 200:
                 return None
             page = msgspec.json.decode(body, type=_Cards)
-            found |= {card.name: card for card in page.data if len(card.name) <= MAX_NAME_CHARS}
+            kept = (card for card in page.data if len(card.name) <= MAX_NAME_CHARS and not card.is_by_need)
+            found |= {card.name: card for card in kept}
+            num_seen += len(page.data)
             if not page.has_more or not page.data or page.data[-1].name <= after:
                 return found
             after = page.data[-1].name

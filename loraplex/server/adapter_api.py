@@ -31,6 +31,7 @@ from loraplex.server.adapter_schemas import (
     MergeCard,
     PutAdapterRequest,
     ResidencyReply,
+    SourceAdapterCard,
     SwitchAdapterRequest,
     SwitchReply,
     UnloadLoraAdapterRequest,
@@ -39,16 +40,20 @@ from loraplex.server.adapter_schemas import (
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
+from loraplex.server.body import JSON_TYPE, media_type_of
 from loraplex.server.context import ServerContext
-from loraplex.server.listing import AdapterQuery, encode_list
+from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
+from loraplex.server.sources.upload_route import FORM_TYPE, UploadRoute
 from loraplex.server.streaming import until_disconnect
-from loraplex.server.tenants.adapter_quota import AdapterQuota
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
+from loraplex.server.tensors_api import TensorRoute, TensorsQuery
 from loraplex.server.verb_turns import VerbTurns
+
+LISTS = ListReply[AdapterCard], ListReply[BriefAdapterCard], ListReply[SourceAdapterCard]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,10 +82,12 @@ class AdapterRoutes:
         self._context = context
         self._engine = context.engine
         self._names = CallersNames(context.names, context.engine)
-        self._quota = AdapterQuota(context.engine)
+        self._quota = context.quota
         self._roots = AdapterRoots.of(context.config)
         self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)
+        self._tensors = TensorRoute(context, self._names, self._quota, self._loads)
+        self._upload = UploadRoute(context, self._names, self._loads)
         self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
 
     def router(self) -> APIRouter:
@@ -96,7 +103,9 @@ class AdapterRoutes:
 
         add("POST", "/v1/load_lora_adapter", self.load_lora_adapter, LoadLoraAdapterRequest)
         add("POST", "/v1/unload_lora_adapter", self.unload_lora_adapter, UnloadLoraAdapterRequest)
-        add("POST", "/v1/adapters", self.load, LoadAdapterRequest, LoadReply)
+        extra = operation(LoadAdapterRequest, replies=(LoadReply,), errors=OF_ADAPTERS)
+        extra["requestBody"]["content"] |= UploadRoute.described()
+        router.add_api_route("/v1/adapters", self.load, methods=["POST"], openapi_extra=extra)
         add("POST", "/v1/adapters/switch", self.switch, SwitchAdapterRequest, SwitchReply)
         merge = operation(MergeAdaptersRequest, replies=(MergeCard,), statuses=(202,), errors=OF_ADAPTERS)
         router.add_api_route(
@@ -110,9 +119,12 @@ class AdapterRoutes:
         for verb in (self.pin, self.unpin, self.evict, self.preload):
             add("POST", f"/v1/adapters/{{name:path}}/{verb.__name__}", verb, None, ResidencyReply)
         add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, None, LoadReply)
+        tensors = "/v1/adapters/{name:path}/tensors"
+        extra = self._tensors.described()
+        router.add_api_route(tensors, self.put_tensors, methods=["PUT"], openapi_extra=extra)
         extra = operation(PutAdapterRequest, replies=(LoadReply,), statuses=(200, 201), errors=OF_ADAPTERS)
         router.add_api_route("/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=extra)
-        add("GET", "/v1/adapters", self.list_all, None, ListReply[AdapterCard], ListReply[BriefAdapterCard])
+        add("GET", "/v1/adapters", self.list_all, None, *LISTS)
         add("GET", "/v1/adapters/{name:path}", self.show, None, AdapterCard, BriefAdapterCard)
         add("DELETE", "/v1/adapters/{name:path}", self.unload, None, UnloadReply)
         return router
@@ -183,6 +195,8 @@ class AdapterRoutes:
     async def list_all(self, request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
         """Every adapter, or those that are asked for: place, bytes, rank, references, version and last use."""
         card, registry, scope = _card_for(request), self._engine.registry, caller_of(request).scope
+        if query.source:
+            return await self._list_source(request, query)
         if query.operators_field is not None and not caller_of(request).is_admin:
             raise ApiError(
                 f"{query.operators_field}: where adapters are is for admin keys of this server (--admin-api-key)",
@@ -199,6 +213,29 @@ class AdapterRoutes:
 
         return await self._view(request, listed)
 
+    async def _list_source(self, request: Request, query: AdapterQuery) -> Response:
+        """A page of what a source has. One that the caller may not use is as if it were not there."""
+        if query.operators_field is not None:
+            text = f"{query.operators_field} is of registered adapters: leave it out, or leave out source"
+            raise ApiError(text, param=query.operators_field)
+        sources = self._context.sources.of(caller_of(request).scope.tenant or "")
+        source = next((each for each in sources if each.name == query.source), None)
+        if source is None:
+            text = f"source {clipped(query.source)!r} is not one of this server"
+            raise ApiError(text, status=404, kind="not_found_error", code="source_not_found", param="source")
+        limit = min(query.limit or MAX_SOURCE_PAGE, MAX_SOURCE_PAGE)
+
+        def listed() -> bytes:
+            names = source.names(query.names_in(source.name), limit + 1)
+            cards = (
+                (f"{source.name}/{each}", SourceAdapterCard(f"{source.name}/{each}", source.name)) for each in names
+            )
+            return encode_list(cards, query.model_copy(update={"limit": limit}))
+
+        async with self._loads.of(client_of(request)):  # a directory or a store may hang
+            body = await asyncio.get_running_loop().run_in_executor(self._path_checks, listed)
+        return Response(body, media_type="application/json")
+
     @requires(Access.READ)
     async def show(self, name: str, request: Request) -> Response:
         registry = self._registry(f"adapter {clipped(name)!r} was asked for")
@@ -212,7 +249,10 @@ class AdapterRoutes:
 
     @requires(Access.OWN_LOADING)
     async def load(self, request: Request) -> Response:
-        """Load an adapter under a name; a known name with the same path is a no-op that says so."""
+        """Load an adapter under a name, of a path or of files in a form. A known name with the same path is a no-op
+        that says so."""
+        if media_type_of(request.headers) == FORM_TYPE:
+            return await self._upload.post(request)
         body = await self._context.bodies.read(request, LoadAdapterRequest)
         name_adapters(request, body.name)
         self._registry(f"adapter {clipped(body.name)!r} was to be loaded")
@@ -246,6 +286,13 @@ class AdapterRoutes:
                     await self._engine.on_registry(LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, name)
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
         return _json(LoadReply.of(result, caller_of(request).scope), 201 if is_new else 200)
+
+    @requires(Access.OWN_LOADING)
+    async def put_tensors(self, name: str, request: Request, query: Annotated[TensorsQuery, Query()]) -> Response:
+        """Make a new version of an adapter from a safetensors file. 201 when the name is new."""
+        if media_type_of(request.headers) == JSON_TYPE:  # of an operator, for a tenant's adapter `tensors`
+            return await self.put(f"{name}/tensors", request)
+        return await self._tensors.put(name, request, query)
 
     async def _put(self, request: Request, name: str, body: PutAdapterRequest) -> LoadResult:
         if body.path is not None:

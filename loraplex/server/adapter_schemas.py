@@ -291,6 +291,13 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
         )
 
 
+class SourceAdapterCard(msgspec.Struct, frozen=True):
+    """An adapter that a source of the operator has. `name`: what a request says in `model` to have it loaded."""
+
+    name: str
+    source: str
+
+
 class LoadReply(msgspec.Struct, frozen=True):
     """`status`: loaded, already_loaded, loaded_with_eviction (of `evicted`), reloaded, or moved (to a kept version).
 

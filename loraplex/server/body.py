@@ -43,6 +43,9 @@ _FORMS = {
     "multipart/form-data": "send the fields as one JSON object: curl -H 'Content-Type: application/json' -d '{...}'",
 }
 
+JSON_TYPE, RAW_TYPE = "application/json", "application/octet-stream"
+"""The latter is of a body that is a file; only `PUT .../tensors` takes one."""
+
 Model = TypeVar("Model", bound=RequestModel)
 
 
@@ -173,6 +176,18 @@ def _too_long(max_body_bytes: int) -> ApiError:
 
 def check_media_type(headers: Headers) -> None:
     """Other types are refused: web pages may post those to a server on this machine. So are packed bodies."""
+    check_encoding(headers)
+    media_type = media_type_of(headers)
+    if media_type != JSON_TYPE:
+        hint = f"; {_FORMS[media_type]}" if media_type in _FORMS else ""
+        raise ApiError(
+            f"Content-Type must be application/json, got {clipped(media_type or 'none')!r}{hint}",
+            status=415,
+            code="unsupported_media_type",
+        )
+
+
+def check_encoding(headers: Headers) -> None:
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
@@ -180,11 +195,7 @@ def check_media_type(headers: Headers) -> None:
             status=415,
             code="unsupported_media_type",
         )
-    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        hint = f"; {_FORMS[media_type]}" if media_type in _FORMS else ""
-        raise ApiError(
-            f"Content-Type must be application/json, got {clipped(media_type or 'none')!r}{hint}",
-            status=415,
-            code="unsupported_media_type",
-        )
+
+
+def media_type_of(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -3,7 +3,7 @@
 A page can reach a server that no stranger can, on loopback or inside a network. Three ways lead there, and each is
 closed: a name of the page's own that is made to resolve to this machine (DNS rebinding: the `Host` is none of ours),
 a request to another origin (`Origin` and `Sec-Fetch-Site`, which a browser writes and a page cannot), and a form (its
-body is never JSON).
+body is never JSON; one of files, an upload, needs a header that no form sends).
 Programs send neither `Origin` nor `Sec-Fetch-*`: for them only the `Host` counts.
 """
 
@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.api_error import ApiError, error_response
-from loraplex.server.body import check_media_type
+from loraplex.server.body import RAW_TYPE, check_media_type, media_type_of
 from loraplex.server.config import ServerConfig
 
 BROWSER_HEADERS = (
@@ -70,7 +70,7 @@ class AllowedHosts:
 
 
 class BrowserGuard:
-    """Answers 403 to a Host or a page that is not allowed, and 415 to a body that is not JSON."""
+    """Answers 403 to a Host or a page that is not allowed, and 415 to a body that is neither JSON nor files."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, allowed_origins: Collection[str]) -> None:
         self._app = app
@@ -80,20 +80,21 @@ class BrowserGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(scope["method"], Headers(scope=scope))
+                self._check(scope["method"], scope["path"], Headers(scope=scope))
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, method: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         hosts = headers.getlist("host")
         for host in hosts:
             if not self._hosts.accept(host):
                 raise _wrong_host(host)
         if not self._is_own_page(headers, hosts[0] if hosts else "") and not _is_link(method, headers):
             raise _foreign_page(headers)
-        if method not in SAFE_METHODS and _has_body(headers):
+        is_file = _is_raw(method, path, headers) or _is_upload(method, path, headers)
+        if method not in SAFE_METHODS and _has_body(headers) and not is_file:
             check_media_type(headers)
 
     def _is_own_page(self, headers: Headers, host: str) -> bool:
@@ -112,6 +113,17 @@ def _is_link(method: str, headers: Headers) -> bool:
     """A link that a person follows: the page that shows it never sees the answer."""
     mode, target = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
     return method in ("GET", "HEAD") and mode == "navigate" and target == "document" and "origin" not in headers
+
+
+def _is_raw(method: str, path: str, headers: Headers) -> bool:
+    """A file of tensors: no page sends a PUT before it has asked, nor this type."""
+    return method == "PUT" and path.endswith("/tensors") and media_type_of(headers) in ("", RAW_TYPE)
+
+
+def _is_upload(method: str, path: str, headers: Headers) -> bool:
+    """A form of files. A page of another site can send one, but neither of these headers with it."""
+    is_form = (method, path) == ("POST", "/v1/adapters") and media_type_of(headers) == "multipart/form-data"
+    return is_form and ("authorization" in headers or "x-requested-with" in headers)
 
 
 def _has_body(headers: Headers) -> bool:

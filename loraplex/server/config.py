@@ -13,6 +13,8 @@ from pathlib import Path
 from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.adapters.remote.hub import HUB_PREFIX
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
+from loraplex.adapters.sources.named import NamedSources
+from loraplex.adapters.uploads import MAX_STORED_BYTES, MAX_UPLOAD_BYTES, UploadLimits
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setting
 from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings
@@ -55,8 +57,8 @@ class ServerSettings:
     )
     disable_dynamic_loading: bool = setting(
         False,
-        "refusal of requests that load, replace or unload an adapter; adapters come from the command line and "
-        "--state-dir alone",
+        "refusal of requests that load, replace or unload an adapter; adapters come from the command line, its "
+        "--adapter-source included, and --state-dir alone",
     )
     guard_metrics: bool = setting(False, "API key required for /metrics, where the server has keys")
     cors_allowed_origins: tuple[str, ...] = setting(
@@ -130,10 +132,30 @@ class ServerSettings:
         "directory for adapters that merges and exports make, one folder each (default: such requests are refused)",
     )
     max_merge_bytes: int = setting(MAX_MERGE_BYTES, "most memory of one merge or export; larger ones are refused")
+    max_upload_bytes: int = setting(
+        MAX_UPLOAD_BYTES, "longest upload of an adapter's files or tensors; longer ones are answered with 413"
+    )
+    max_stored_upload_bytes: int = setting(
+        MAX_STORED_BYTES,
+        "most bytes on disk of all uploaded adapters, in the state directory or a temporary folder; further uploads "
+        "are refused",
+    )
     on_bad_adapter: str = setting(
         "refuse",
         "what an adapter of --lora-modules or --lora-paths that cannot be loaded does: refuse (the server does not "
         "start), or skip (it starts without it)",
+        group="Model and adapters",
+    )
+    adapter_sources: tuple[str, ...] = setting(
+        (),
+        "place from which a request for an unknown name loads its adapter: NAME=DIR (its directories), NAME=hf://ORG, "
+        "NAME=hf://ORG/REPO (its folders) or NAME=s3://BUCKET/PREFIX; TENANT/NAME=... for one tenant; repeatable",
+        group="Model and adapters",
+        flag="--adapter-source",
+    )
+    max_sourced_adapters: int = setting(
+        10_000,
+        "most names that came from --adapter-source; beyond it one that was not used for long is unloaded",
         group="Model and adapters",
     )
     tool_call_parser: str = setting(
@@ -265,6 +287,12 @@ class ServerSettings:
                     f"on_bad_adapter must be one of {ON_BAD_ADAPTER}, got {self.on_bad_adapter!r}",
                 ),
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
+                (self.max_upload_bytes >= 1024, f"max_upload_bytes must be >= 1024, got {self.max_upload_bytes}"),
+                (
+                    self.max_stored_upload_bytes >= self.max_upload_bytes,
+                    f"max_stored_upload_bytes must be >= max_upload_bytes ({self.max_upload_bytes}), "
+                    f"got {self.max_stored_upload_bytes}",
+                ),
                 *self._parser_checks(),
                 *self._state_checks(),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
@@ -275,11 +303,20 @@ class ServerSettings:
         )
 
     @property
+    def upload_limits(self) -> UploadLimits:
+        return UploadLimits(self.max_upload_bytes, self.max_stored_upload_bytes)
+
+    @property
     def runners(self) -> RunnerSettings:
         """The engine processes. Raises ConfigError."""
         return RunnerSettings(
             self.data_parallel_size, self.devices, self.placement, self.min_runners, self.runner_idle_s
         )
+
+    @property
+    def sources(self) -> NamedSources:
+        """Of adapters by need. Raises ConfigError."""
+        return NamedSources.parse(self.adapter_sources)
 
     def _connection_checks(self) -> list[tuple[bool, str]]:
         limits = {
@@ -325,7 +362,9 @@ class ServerSettings:
         ]
 
     def _state_checks(self) -> list[tuple[bool, str]]:
+        most = self.max_sourced_adapters
         return [
+            (self.sources is not None and most >= 1, f"max_sourced_adapters must be >= 1, got {most}"),
             (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
             (self.adapter_output_dir != "", "adapter_output_dir is empty; give a directory, or leave it out"),
             (self.database_url != "", "database_url is empty; give postgresql://user@host/name, or leave it out"),

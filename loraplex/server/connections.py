@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from loraplex.server.api_error import ApiError
 from loraplex.server.config import ServerConfig
 from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns
 
@@ -36,6 +37,9 @@ MAX_UNREAD_BYTES = 256 * 2**20
 
 MAX_PROXIES = 8
 """On this machine, one behind the other."""
+
+LET_GO = "loraplex.let_go"
+"""In a request's scope: takes how many bytes of its body, which the application has, are in memory no longer."""
 
 OPEN_PATHS_A_TURN = 4
 
@@ -328,3 +332,8 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def too_many_bodies() -> ApiError:
+    text = "the bodies of this client's requests, or of all requests, are too large at this moment; try again later"
+    return ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")

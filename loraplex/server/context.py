@@ -12,6 +12,7 @@ from functools import partial
 
 from loraplex.adapters.registry import LoRARef
 from loraplex.adapters.registry.adapter_name import address_text
+from loraplex.adapters.sources.named import NamedSources
 from loraplex.core import AdapterChoice
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.making import AdapterMaker
@@ -30,8 +31,10 @@ from loraplex.server.model_names import ModelNames, Target
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
+from loraplex.server.sources.resolver import AdapterResolver
 from loraplex.server.telemetry.series import RequestSeries
 from loraplex.server.telemetry.tracing import Tracing
+from loraplex.server.tenants.adapter_quota import AdapterQuota
 from loraplex.server.tenants.metering import Accounts
 from loraplex.structured.params import StructuredOutputsParams, as_field
 from loraplex.tenants.directory import TenantDirectory
@@ -69,6 +72,8 @@ class ServerContext:
     tenants: TenantDirectory | None
     accounts: Accounts | None
     tracing: Tracing | None
+    quota: AdapterQuota
+    sources: NamedSources
 
     @property
     def num_endless(self) -> int:
@@ -133,7 +138,9 @@ class ServerContext:
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         in_flight = InFlight(engine, config.max_waiting_tokens)
-        names = ModelNames(engine, config.served_model_names, int(time.time()), config.merged_into)
+        quota, sources = AdapterQuota(engine), config.sources
+        resolver = AdapterResolver(engine, quota, sources, config.max_sourced_adapters) if sources.sources else None
+        names = ModelNames(engine, config.served_model_names, int(time.time()), config.merged_into, resolver)
         connections = Connections(config, max_connections(config))
         series = RequestSeries(config.metrics_top_adapters, MAX_TENANT_SERIES)
         metrics_page = MetricsPage(names.served[0], connections, series=series)
@@ -171,6 +178,8 @@ class ServerContext:
                 config.local_adapter_roots,
             ),
             grammars=OffLoop(NUM_GRAMMAR_THREADS),
+            quota=quota,
+            sources=sources,
         )
 
 

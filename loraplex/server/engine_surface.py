@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
+from loraplex.frontend.adapter_updates import AdapterUpdates
 from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.performance.report import LoraPerformanceReport
@@ -148,6 +149,11 @@ class EngineSurface(Protocol):
 
     @property
     def registry(self) -> LoRARegistry | None: ...
+
+    @property
+    def updates(self) -> AdapterUpdates:
+        """What makes new versions of tensors that clients send. Raises LoraDisabledError."""
+        ...
 
     @property
     def max_waiting_requests(self) -> int:

@@ -40,7 +40,7 @@ from loraplex.errors import EngineShutdownError
 from loraplex.server.api_error import ApiError, error_response
 from loraplex.server.auth import KEYLESS, OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, Refusal, Slot, forwarded_for, source_of
+from loraplex.server.connections import LET_GO, Connections, Refusal, Slot, forwarded_for, source_of, too_many_bodies
 from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads
 from loraplex.server.request_id import RequestIdMiddleware, closing_answer
 from loraplex.server.urls import fault_of_url
@@ -60,11 +60,9 @@ PIECE_BYTES = 64 * 2**10
 
 LATE_S = 0.01  # uvloop calls the timers that are due before it reads: after so long it has read what had come
 
-LINGER_S = 1.0
-"""What a refused client still sends is dropped until it is silent so long: a reset would overtake the answer."""
-
-MAX_LINGERS, MAX_LINGER_BYTES = 5, 32 * 2**20
-"""At most so many times LINGER_S, and so much."""
+LINGER_S, MAX_LINGERS, MAX_LINGER_BYTES = 1.0, 5, 32 * 2**20
+"""What a refused client still sends is dropped until it is silent so long, at most so many times and so much: a reset
+would overtake the answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -303,7 +301,8 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
                 self._disconnect(incoming)  # there is no way back to the client
                 return
             if incoming.is_waiting and not self._end_waiting(incoming):
-                app = RequestIdMiddleware(error_response(_too_many_bodies()))
+                app = RequestIdMiddleware(error_response(too_many_bodies()))
+            scope[LET_GO] = partial(self._let_go, incoming)
             await app(scope, partial(self._receive_message, receive), partial(self._send, incoming, send))
         except asyncio.CancelledError:
             self._cut(incoming)
@@ -348,10 +347,15 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             incoming.num_waiting += num_bytes
             return True
         if not connections.hold_body(client, num_bytes, incoming.num_held):
-            self._refuse(Refusal.BODY_MEMORY, _too_many_bodies())
+            self._refuse(Refusal.BODY_MEMORY, too_many_bodies())
             return False
         incoming.num_held += num_bytes
         return True
+
+    def _let_go(self, incoming: _Incoming, num_bytes: int) -> None:
+        num_bytes = min(num_bytes, incoming.num_held)
+        self.server_connections.release_body(incoming.client or "", num_bytes)
+        incoming.num_held -= num_bytes
 
     def _end_waiting(self, incoming: _Incoming) -> bool:
         """Its body counts among the bodies from now on. False where these have no room for it: then it is dropped."""
@@ -362,7 +366,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         if not self.server_connections.hold_body(incoming.client or "", num_bytes, 0):
             incoming.is_over = True
             incoming.cycle.body.clear()
-            self._count_refusal(Refusal.BODY_MEMORY, _too_many_bodies().message)
+            self._count_refusal(Refusal.BODY_MEMORY, too_many_bodies().message)
             return False
         incoming.num_held = num_bytes
         return True
@@ -584,11 +588,6 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
 
     def _is_enough(self, num_bytes: int, seconds: float) -> bool:
         return num_bytes >= self.server_settings.min_transfer_rate * seconds
-
-
-def _too_many_bodies() -> ApiError:
-    text = "the bodies of this client's requests, or of all requests, are too large at this moment; try again later"
-    return ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")
 
 
 def bounded_http_protocol(

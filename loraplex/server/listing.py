@@ -17,6 +17,9 @@ from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.responses import ListReply, encode
 
 MAX_PAGE = 1000
+MAX_SOURCE_PAGE = 500
+"""Of what a source has: an object store tells at most 1,000 names at a time."""
+
 Text = Annotated[str, Field(max_length=4096)]
 
 
@@ -48,8 +51,9 @@ _ORDERS: Mapping[str, Callable[[AdapterInfo], float]] = {
 
 class AdapterQuery(PageQuery):
     """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), those pinned or not. order:
-    of names, or the most first."""
+    of names, or the most first. Or what a `source` of the operator has, registered or not: always a page."""
 
+    source: Text = ""
     state: Literal["device", "host", "disk", "source", "loading", "failed"] | None = None
     pinned: bool | None = None
     order: Literal["name", "bytes", "last_used", "requests"] = "name"
@@ -80,6 +84,12 @@ class AdapterQuery(PageQuery):
                 return found[place:]
         text = f"adapter {clipped(self.after)!r} is not in this list any longer; begin again without `after`"
         raise ApiError(text, param="after")
+
+    def names_in(self, source: str) -> NameQuery:
+        """Of adapters as the source calls them; `NAME/` before them is left out."""
+        head = f"{source}/"
+        prefix = self.prefix.removeprefix(head) if self.prefix.startswith(head) else self.prefix
+        return NameQuery(prefix, self.contains, self.after.removeprefix(head), is_sorted=True)
 
     def has(self, info: AdapterInfo) -> bool:
         if self.pinned is not None and info.is_pinned is not self.pinned:

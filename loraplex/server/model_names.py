@@ -7,6 +7,7 @@ With an adapter merged into the base weights, its name is that of the "base mode
 "sql@2"          version 2 of it, while that is kept
 "base:sql"       the same (SGLang); an adapter's own name wins when it has a colon
 "a:0.7,b:0.3"    a mix of adapters with weights; an adapter of that very name wins
+"hub/sql"        the adapter sql of the source hub, where the operator named one (sources/resolver.py)
 lora_path="sql"  the same as "sql" beside model="base" (SGLang)
 merged_adapters  a mix beside model="base" (LoRAX)
 """
@@ -18,12 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from fastapi import Request
+
 from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry, NameQuery
 from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError, clipped
+from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface, TextSurface
 from loraplex.server.responses import ModelCard
+from loraplex.server.sources.resolver import AdapterResolver
 from loraplex.tenants.records import EVERYTHING, Scope
 
 _WEIGHTED = re.compile(r"(?P<name>[^,]+):(?P<weight>[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)")
@@ -56,16 +61,70 @@ class Target:
 class ModelNames:
     """Names of the base model and of the adapters. `created` is when the server started, in Unix seconds.
 
-    merged_into: names of a base model that is served no longer, since an adapter is merged into it.
+    merged_into: names of a base model that is served no longer, since an adapter is merged into it. resolver: of names
+    that are not registered; None: there is no source of any.
     """
 
     def __init__(
-        self, engine: EngineSurface, served_model_names: Sequence[str], created: int, merged_into: Sequence[str] = ()
+        self,
+        engine: EngineSurface,
+        served_model_names: Sequence[str],
+        created: int,
+        merged_into: Sequence[str] = (),
+        resolver: AdapterResolver | None = None,
     ) -> None:
         self._engine = engine
+        self._resolver = resolver
         self._created = created
         self._merged_into = tuple(merged_into)
         self.served = tuple(served_model_names) or (engine.model_info.served_model_name,)
+
+    async def resolve(
+        self,
+        request: Request,
+        model: str | None,
+        lora_path: str | None = None,
+        merged: AdapterMix | None = None,
+        source: str | None = None,
+    ) -> AdapterChoice:
+        """`choice_of` the caller of a request, whose body has been read. Names that are not registered are loaded from
+        the operator's sources first.
+
+        source: the name or the kind (`local`, `hub`, `s3`) of the one that has the adapters which the other fields
+        name; None or "": they are names as in `model`. Raises what `choice_of` and the load raise.
+        """
+        scope = caller_of(request).scope
+        if source:
+            prefix = self._prefix_of(source, scope)
+            model = prefix + model if model is not None and lora_path is None and merged is None else model
+            lora_path = None if lora_path is None else prefix + lora_path
+            merged = merged and AdapterMix(tuple((prefix + name, weight) for name, weight in merged.parts))
+        if self._resolver is not None and self._engine.registry is not None:
+            for name in self._unregistered(model, lora_path, merged, scope):
+                await self._resolver.load(request, name)
+        return self.choice_of(model, lora_path, merged, scope)
+
+    def _prefix_of(self, source: str, scope: Scope) -> str:
+        found = None if self._resolver is None else self._resolver.sources.named(source, scope.tenant or "")
+        if found is None:
+            text = f"adapter source {clipped(source)!r} is not one of this server; leave it out, or ask its operator"
+            raise ApiError(text, param="adapter_source")
+        return f"{found.name}/"
+
+    def _unregistered(
+        self, model: str | None, lora_path: str | None, merged: AdapterMix | None, scope: Scope
+    ) -> Iterator[str]:
+        """What is neither the base model nor registered of the names in a request."""
+        names = [name for name in (model, lora_path) if name is not None]
+        if merged is None and model is not None and "," in model and not self._is_known(model, scope):
+            merged = split_mix(model)
+            names = names[1:] if merged else names
+        for name in dict.fromkeys([*names, *(part for part, _ in (merged.parts if merged else ()))]):
+            if not self._is_known(name, scope):
+                base = next((served for served in self.served if name.startswith(served + ":")), None)
+                bare = name if base is None else name.removeprefix(base + ":")
+                if not self._is_known(bare, scope):
+                    yield bare
 
     def adapter_of(self, model: str | None, lora_path: str | None = None, scope: Scope = EVERYTHING) -> str | None:
         """The adapter's registered name, None for the base. scope: what the caller may see.

@@ -34,7 +34,6 @@ from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, Sa
 from loraplex.server.streaming import EVENT_STREAM, PIECE_BYTES, EventStream, until_disconnect
 from loraplex.server.tenants.callers_names import hide_targets
 from loraplex.server.tenants.metering import limits_of, service_of, within_context
-from loraplex.tenants.records import Scope
 from loraplex.text.tools.answer import WITH_SPECIAL_TOKENS, opens_thoughts, parser_for
 from loraplex.text.tools.wanted import AnswerReading
 
@@ -122,7 +121,7 @@ class OpenAIRoutes:
         body = await context.bodies.read(request, CompletionRequest)
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
-        adapters = self._adapters_of(body, num_prompts, caller_of(request).scope)
+        adapters = await self._adapters_of(request, body, num_prompts)
         client = client_of(request)
         hide_targets(request, context.names, adapters)
         async with context.targets(adapters, client) as targets:
@@ -163,7 +162,7 @@ class OpenAIRoutes:
         body, answer = converse(await context.bodies.read(request, model))
         self._check_num_sequences(1, body.n)
         client = client_of(request)
-        adapter = context.names.choice_of(body.model, body.lora_path, body.mix, caller_of(request).scope)
+        adapter = await context.names.resolve(request, body.model, body.lora_path, body.mix)
         hide_targets(request, context.names, [adapter])
         async with context.targets([adapter], client) as targets:
             target = targets[adapter]
@@ -224,14 +223,15 @@ class OpenAIRoutes:
                 param="prompt" if n == 1 else "n",
             )
 
-    def _adapters_of(self, body: CompletionRequest, num_prompts: int, scope: Scope) -> list[AdapterChoice]:
+    async def _adapters_of(self, request: Request, body: CompletionRequest, num_prompts: int) -> list[AdapterChoice]:
         """The adapter or mix of each prompt. With a list in `lora_path`, null is what `model` says."""
         names = self._context.names
         if not isinstance(body.lora_path, list):
-            return [names.choice_of(body.model, body.lora_path, body.mix, scope)] * num_prompts
+            return [await names.resolve(request, body.model, body.lora_path, body.mix)] * num_prompts
         if len(body.lora_path) != num_prompts:
             raise ApiError(f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts", param="lora_path")
-        return [names.choice_of(body.model or names.served[0], path, body.mix, scope) for path in body.lora_path]
+        model = body.model or names.served[0]
+        return [await names.resolve(request, model, path, body.mix) for path in body.lora_path]
 
     def _generation(
         self,

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import TextSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Prompt
@@ -66,8 +65,7 @@ class TokenizeRoutes:
 
     async def _text_of(self, model: str | None, request: Request) -> TextSurface:
         """A name that is sent must exist."""
-        scope = caller_of(request).scope
-        adapter = None if model is None else self._context.names.choice_of(model, scope=scope)
+        adapter = None if model is None else await self._context.names.resolve(request, model)
         held = self._context.engine.hold_adapters(adapter)
         held.close()  # the text stays, and no version answers
         return await self._context.text_of(held.refs, client_of(request))

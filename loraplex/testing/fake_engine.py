@@ -8,10 +8,13 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
-from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
+from loraplex.adapters.files import SAFETENSORS_NAME
+from loraplex.adapters.registry import AdapterText, DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
+from loraplex.adapters.uploads import UploadStore
+from loraplex.core import AdapterChoice, AdapterMix, AdapterSpec, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -21,6 +24,7 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.events import EngineEvent
+from loraplex.frontend.adapter_updates import AdapterUpdates
 from loraplex.frontend.adapter_verbs import AdapterVerbs
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.frontend import choice_of, lora_requests_of
@@ -113,10 +117,24 @@ def _opened(path: str) -> OpenedAdapter:
     return OpenedAdapter(path, hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
 
 
+class FakeReceivedOpener:
+    """The content of a file is its bytes."""
+
+    def config_of(self, spec: AdapterSpec) -> bytes:
+        return b"{}"
+
+    def open_uploaded(self, directory: str, adapter_name: str) -> OpenedAdapter:
+        return self.open_received(directory, adapter_name, None)
+
+    def open_received(self, directory: str, adapter_name: str, loaded: AdapterText | None) -> OpenedAdapter:
+        data = (Path(directory) / SAFETENSORS_NAME).read_bytes()
+        return OpenedAdapter(directory, hashlib.blake2b(data).hexdigest()[:64], len(data), FAKE_RANK, loaded)
+
+
 class FakeAsyncEngine(AdapterVerbs):
     """The surface of `engine.AsyncEngine`. `adapters`: name to path; `errors_by_path`: what loading a path raises.
 
-    open_adapter: reads paths; by default no path is read.
+    open_adapter: reads paths; by default no path is read. uploads: where tensors that clients send are kept.
 
     `memory` is what it reports of its memory, `reports` its runners (empty: one), `reply` what it says (None: the
     adapter's name and the prompt); a test may put others there.
@@ -135,6 +153,7 @@ class FakeAsyncEngine(AdapterVerbs):
         token_delay_s: float = 0.0,
         max_waiting_requests: int = 4096,
         open_adapter: Callable[[str], OpenedAdapter] | None = None,
+        uploads: UploadStore | None = None,
     ) -> None:
         self._tokenizer = tokenizer or FakeTokenizer()
         self.tokenizer = self._tokenizer if has_tokenizer else None
@@ -147,6 +166,8 @@ class FakeAsyncEngine(AdapterVerbs):
         self.reply: str | None = None
         self._grammars = GrammarCompiler(lambda: self.tokenizer, self.model_info.vocab_size)
         self.store = FakeAdapterStore(max_resident)
+        self.uploads = uploads or UploadStore(None)
+        self._updates = AdapterUpdates(self.uploads, FakeReceivedOpener())
         self._registry = self._make_registry() if enable_lora else None
         self.requests: list[FakeRequest] = []
         self.aborted: list[str] = []
@@ -181,7 +202,13 @@ class FakeAsyncEngine(AdapterVerbs):
         return self._registry
 
     def _make_registry(self) -> LoRARegistry:
-        return LoRARegistry(self.store, self._open_adapter, base_names=[self.model_info.served_model_name])
+        names = [self.model_info.served_model_name]
+        return LoRARegistry(self.store, self._open_adapter, base_names=names, on_unused=self.uploads.remove)
+
+    @property
+    def updates(self) -> AdapterUpdates:
+        self._registry_or_refuse()
+        return self._updates
 
     def _open_adapter(self, path: str) -> OpenedAdapter:
         if path in self.errors_by_path:
@@ -409,6 +436,7 @@ class FakeAsyncEngine(AdapterVerbs):
     async def shutdown(self) -> None:
         self.is_shut_down = True
         self._grammars.close()
+        self._updates.close()
         self.events.close()
         for run in self._runs.values():
             self._end(run, EngineShutdownError("the engine is shut down"))

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.registry import VersionRecord
+from loraplex.adapters.remote.hub import hub_folder_of, hub_snapshot_of
 from loraplex.adapters.source import AdapterSource
 from loraplex.errors import (
     AdapterFetchError,
@@ -43,6 +45,11 @@ REPOS: dict[str, dict[str, Files]] = {
     "org/sql": {"main": FIRST, "v2": SECOND},
     "org/bin": {"main": ONLY_BIN},
     "org/sharded": {"main": SHARDED},
+}
+REPOS["org/many"] = {
+    "main": {
+        f"all/{name}/{file}": data for name, files in (("sql", FIRST), ("two", SECOND)) for file, data in files.items()
+    }
 }
 REPOS["org/model"] = {"main": {"config.json": b"{}", "model.safetensors": b"x"}}
 
@@ -258,6 +265,25 @@ def test_the_hub_gives_adapter_files_only(hub: Hub, client: Client) -> None:
     assert client.stderr == "", "no progress bars in a server's log"
 
 
+def test_a_folder_of_a_repository(hub: Hub, client: Client) -> None:
+    """Its files alone are fetched, and belong to the repository's part of the cache."""
+    sql, two, missing = client.fetch(
+        hub, "hf://org/many/all/sql", "hf://org/many/all/two@main", "hf://org/many/all/three", roots=[]
+    )
+    assert sql["files"] == {"adapter_config.json": '{"r": 8}', "adapter_model.safetensors": "one"}
+    assert two["files"]["adapter_model.safetensors"] == "two"
+    assert (missing["error"], "no adapter_config.json" in missing["message"]) == ("AdapterPathNotFoundError", True)
+    assert not any("README" in request for request in hub.requests)
+    snapshot = hub_snapshot_of(Path(sql["path"]))
+    assert snapshot is not None
+    assert (snapshot.name, snapshot / "all/sql") == (sha_of(REPOS["org/many"]["main"]), Path(sql["path"]))
+    folder = hub_folder_of(Path(sql["path"]))
+    assert folder is not None
+    assert folder.name == "models--org--many"
+    record = VersionRecord(1, 1, "", "/other" + sql["path"], "hf://org/many/all/sql", "", 1, 8, False, 0.0)
+    assert AdapterSource().locate(record, may_fetch=False) is None
+
+
 def test_a_revision_argument_and_roots(hub: Hub, client: Client) -> None:
     (answer,) = client.fetch(hub, "org/sql", revision="v2", roots=[str(client.cache.parent / "adapters")])
     assert answer["files"]["adapter_model.safetensors"] == "two"
@@ -265,12 +291,13 @@ def test_a_revision_argument_and_roots(hub: Hub, client: Client) -> None:
 
 def test_what_the_hub_does_not_have(hub: Hub, client: Client) -> None:
     answers = client.fetch(
-        hub, "org/nothing", "hf://org/sql@v9", "hf://no-slash", "hf://../../etc/passwd", "hf://a/b/c"
+        hub, "org/nothing", "hf://org/sql@v9", "hf://no-slash", "hf://../../etc/passwd", "hf://a/b/../c"
     )
     assert {answer["error"] for answer in answers} == {"AdapterPathNotFoundError"}
     assert "'org/nothing'" in answers[0]["message"]
     assert "revision" in answers[1]["message"]
-    assert all("no hub repository" in answer["message"] for answer in answers[2:])
+    assert all("no hub repository" in answer["message"] for answer in answers[2:4])
+    assert "no folder of a repository" in answers[4]["message"]
     assert isinstance(error_from_payload(answers[0]), AdapterPathNotFoundError)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from loraplex.adapters.uploads import UploadStore
 from loraplex.router.fleet import Fleet
 from loraplex.router.run import route
 from loraplex.router.settings import RouteSettings
@@ -29,8 +30,8 @@ def completion(model: str = "sql", **fields: Any) -> dict[str, Any]:
 class FakeReplica:
     """A server over a fake engine. `kill` ends it as SIGKILL does: its connections break, and its port is closed."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.engine = FakeAsyncEngine(ADAPTERS)
+    def __init__(self, uploads: UploadStore | None = None, **settings: Any) -> None:
+        self.engine = FakeAsyncEngine(ADAPTERS, uploads=uploads)
         self._settings: dict[str, Any] = {
             "access_log": False,
             "log_level": "warning",

@@ -4,6 +4,7 @@ stays, and what differs is said."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -269,3 +270,36 @@ async def test_what_is_not_the_same_at_all_is_not_rolled_back() -> None:
         assert [await cards(each) for each in (a, b)] == before
         assert (await front.client.put("/v1/adapters/sql", json=other)).status_code == 200
         assert await cards(a) == await cards(b)
+
+
+async def test_names_that_came_by_need_are_each_replicas_own(tmp_path: Path) -> None:
+    """They differ without a fault, are not loaded again, and are found again by their next request."""
+    (tmp_path / "need").mkdir()
+    (tmp_path / "need/adapter_config.json").write_text("{}")
+    async with (
+        replicas(2, adapter_sources=(f"dir={tmp_path}",)) as (a, b),
+        router([a.name, b.name]) as front,
+    ):
+        assert (await front.client.post("/v1/completions", json=completion("need"))).status_code == 200
+        having = {each.name: "need" in await cards(each) for each in (a, b)}
+        assert sorted(having.values()) == [False, True]
+        first = a if having[a.name] else b
+        for watcher in front.fleet._watchers:
+            watcher._list_due_s = 0.0
+            await watcher.poll()
+        await until_health(front, differing=0, restoring=0)
+        await first.kill()
+        await front.until(lambda: front.fleet.num_open == 1)
+        assert (await front.client.post("/v1/completions", json=completion("need"))).status_code == 200
+        await first.start_empty()
+        await until_health(front, available=2, restoring=0, differing=0)
+        assert set(await cards(first)) == {"sql", "chat"}
+        listed = (await front.client.get("/v1/adapters", params={"source": "dir"})).json()
+        assert [each["name"] for each in listed["data"]] == ["dir/need"]
+
+
+async def test_uploads_are_not_routed() -> None:
+    async with replicas(1) as (a,), router([a.name]) as front:
+        files, headers = {"file": ("adapter_config.json", b"{}")}, {"X-Requested-With": "test"}
+        answer = await front.client.post("/v1/adapters", files=files, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_routed")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from numpy import float32, full
+from safetensors.numpy import save
 
 from loraplex.adapters.registry import DatabaseHealth, DatabaseState
+from loraplex.adapters.uploads import UploadLimits, UploadStore
 from loraplex.errors import AdapterFileFormatError, AdapterPathNotFoundError
 from loraplex.router import exchange
 from loraplex.testing.fake_engine import FakeHealth
@@ -364,3 +369,51 @@ async def test_of_replicas_that_share_their_names_one_that_is_open_does_a_verb(m
             assert (answer.status_code, answer.headers[HEADER]) == (200, b.name)
             assert "new" in await cards(b)
             await a.start()
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def tensors(value: float, size: int = 4) -> bytes:
+    return save({"lora_A": full(size, value, float32)})
+
+
+async def with_uploads(stack: AsyncExitStack, tmp_path: Path, count: int) -> list[FakeReplica]:
+    found = [FakeReplica(UploadStore(tmp_path / str(number))) for number in range(count)]
+    for each in found:
+        await each.start()
+        stack.push_async_callback(each.stop)
+    return found
+
+
+async def test_tensors_reach_all_replicas(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        a, b = await with_uploads(stack, tmp_path, 2)
+        front = await stack.enter_async_context(router([a.name, b.name], max_upload_bytes=2**23))
+        await front.until(lambda: front.fleet.num_open == 2)
+        body = tensors(1.0, 2**20)  # longer than other bodies of verbs
+        answer = await front.client.put("/v1/adapters/sql/tensors", content=body)
+        assert (answer.status_code, answer.headers[HEADER]) == (200, f"{a.name}, {b.name}"), answer.text
+        assert await cards(a) == await cards(b)
+        assert (await cards(a))["sql"][0].startswith("upload://")
+        for headers, status in (
+            ({"if-match": '"0123"'}, 412),
+            ({"content-digest": f"sha-256=:{'A' * 43}=:"}, 400),
+            ({"if-match": answer.headers["etag"]}, 200),
+        ):
+            again = await front.client.put("/v1/adapters/sql/tensors", content=tensors(2.0), headers=headers)
+            assert again.status_code == status, again.text
+        too_long = await front.client.put("/v1/adapters/sql/tensors", content=bytes(2**23 + 1))
+        assert too_long.status_code == 413
+
+
+async def test_tensors_that_one_replica_refuses_are_undone_at_the_others(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        a, b = await with_uploads(stack, tmp_path, 2)
+        b.engine.uploads.limits = UploadLimits(64, 64)
+        front = await stack.enter_async_context(router([a.name, b.name]))
+        await front.until(lambda: front.fleet.num_open == 2)
+        before = await cards(a)
+        answer = await front.client.put("/v1/adapters/sql/tensors", content=tensors(1.0))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "replicas_disagree"), answer.text
+        assert await cards(a) == await cards(b) == before

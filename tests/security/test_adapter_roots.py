@@ -146,7 +146,6 @@ def test_branches_tags_hashes_and_pull_requests_are_asked_for_as_they_are(hub: H
         "../..",
         "a/..",
         "../b",
-        "a/b/c",
         "a",
         "/b",
         "a/",
@@ -170,6 +169,15 @@ def test_a_repository_that_is_none_is_refused(hub: Hub, cache: Path, repo: str) 
         AdapterSource(hub_cache=cache).fetch(f"hf://{repo}")
     with pytest.raises(AdapterPathNotFoundError, match="is no hub repository"):
         AdapterRoots.of(ServerConfig(adapter_roots=("hf://",))).check(f"hf://{repo}@main")
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    "folder", ["..", "../c", "c/../d", ".c", "c/", "c//d", "\u0430", "c\0", "c\\d", "x" * 257, "-c"]
+)
+def test_a_folder_that_leads_elsewhere_is_refused(hub: Hub, cache: Path, folder: str) -> None:
+    with pytest.raises(AdapterPathNotFoundError, match="is no folder of a repository"):
+        AdapterSource(hub_cache=cache).fetch(f"hf://a/b/{folder}")
     assert hub.asked == []
 
 

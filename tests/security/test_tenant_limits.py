@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+from numpy import float32, full
+from safetensors.numpy import save
 
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.core import RequestOutput
@@ -226,6 +228,21 @@ async def test_bytes_of_adapters(server: Tenancy) -> None:
     async with client_as(server, "operator") as client:  # the operator gives beyond a tenant's limits
         given = await client.post("/v1/adapters", json={"name": "acme/gift", "path": "/srv/private"})
         assert given.status_code == 200
+
+
+async def test_bytes_of_tensors(server: Tenancy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as those of a directory, and gone when they are refused."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    limit(server, adapter_bytes=4 * 1024)
+    async with client_as(server, "acme") as client:
+        for size, status in ((2**8, 200), (2**12, 429), (2**8 + 1, 200)):
+            body = save({"lora_A": full(size, 1, float32)})
+            answer = await client.put("/v1/adapters/sql/tensors", content=body)
+            assert answer.status_code == status, answer.text
+        assert (await client.get("/v1/adapters/sql")).json()["version"] == 3
+        new = await client.put("/v1/adapters/new/tensors", content=body)
+        assert new.status_code == 404
+    assert len(list(tmp_path.glob(".making-uploads-*/*-*"))) == 2
 
 
 async def test_what_is_too_large_leaves_nothing_behind(tmp_path: Path) -> None:

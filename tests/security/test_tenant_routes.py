@@ -44,6 +44,7 @@ ROUTES = {
     "POST /v1/adapters/{name:path}/evict": Access.OWN_VERB,
     "POST /v1/adapters/{name:path}/preload": Access.OWN_VERB,
     "POST /v1/adapters/{name:path}/rollback": Access.OWN_LOADING,
+    "PUT /v1/adapters/{name:path}/tensors": Access.OWN_LOADING,
     "PUT /v1/adapters/{name:path}": Access.OWN_LOADING,
     "GET /v1/adapters": Access.READ,
     "GET /v1/adapters/{name:path}": Access.READ,

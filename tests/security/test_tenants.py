@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from numpy import float32, full
+from safetensors.numpy import save
 
 from loraplex.adapters.registry import LoRARegistry
 from loraplex.errors import (
@@ -203,6 +205,8 @@ def requests_about(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": "/srv/beta/x"}),
         ("POST", "/v1/adapters", {"name": name, "path": "/srv/beta/x"}),
         ("PUT", f"/v1/adapters/{name}", {"path": "/srv/beta/x"}),
+        ("PUT", f"/v1/adapters/{name}/tensors", None),
+        ("PUT", f"/v1/adapters/{name}/tensors?expected_version=1", None),
     ]
 
 
@@ -350,12 +354,37 @@ async def test_a_tenant_changes_its_own_adapters(server: Tenancy, acme: httpx.As
     assert set(server.engine.registry.names()) == {*ADAPTERS, "acme/other"}
 
 
+async def test_a_tenant_updates_its_own_adapters(
+    server: Tenancy, acme: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    body = save({"lora_A": full(4, 1, float32)}, {"adapter_config": "{}"})
+    before = server.engine.registry.refs() if server.engine.registry else {}
+    for name, status, version in (("sql", 200, 2), ("acme/sql", 200, 2), ("new", 201, 1)):
+        answer = await acme.put(f"/v1/adapters/{name}/tensors", content=body)
+        assert (answer.status_code, answer.json()["version"]) == (status, version), answer.text
+        assert answer.json()["name"] == name.removeprefix("acme/")
+    events = server.engine.events.after(0).events
+    audits = [each.event for each in events if each.event.kind is EventKind.AUDIT]
+    assert {each.details["tenant"] for each in audits} == {"acme"}
+    operators = {"authorization": server.headers("operator")["authorization"]}
+    async with client_of(server.app) as operator:
+        given = await operator.put("/v1/adapters/acme/sql/tensors", content=body[:-4] + bytes(4), headers=operators)
+        assert (given.status_code, given.json()["version"]) == (200, 3)
+        named = await operator.put("/v1/adapters/acme/tensors", json={"path": "/srv/acme/x"}, headers=operators)
+        assert (named.status_code, named.json()["name"]) == (201, "acme/tensors")
+    assert server.engine.registry is not None
+    after = server.engine.registry.refs()
+    assert {name for name in after if after[name] != before.get(name)} == {"acme/sql", "acme/new", "acme/tensors"}
+
+
 @pytest.mark.parametrize("shared", ["public", "beta/lent"])
 async def test_what_is_shared_is_used_alone(server: Tenancy, acme: httpx.AsyncClient, shared: str) -> None:
     for method, url, body in (
         ("DELETE", f"/v1/adapters/{shared}", None),
         ("DELETE", f"/v1/adapters/{shared}@1", None),
         ("PUT", f"/v1/adapters/{shared}", {"is_pinned": True}),
+        ("PUT", f"/v1/adapters/{shared}/tensors", None),
         ("POST", f"/v1/adapters/{shared}/pin", None),
         ("POST", f"/v1/adapters/{shared}/evict", None),
         ("POST", f"/v1/adapters/{shared}/rollback", None),

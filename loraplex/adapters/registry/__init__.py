@@ -16,7 +16,7 @@ from loraplex.adapters.registry.records import (
 from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, start_thread
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
-from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo, VersionState
+from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, VersionInfo, VersionState
 
 __all__ = [
     "AdapterInfo",
@@ -30,6 +30,7 @@ __all__ = [
     "LoadResult",
     "LoadStatus",
     "LoadTurn",
+    "LoadedName",
     "NameChange",
     "NameQuery",
     "NameRecord",

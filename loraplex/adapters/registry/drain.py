@@ -28,12 +28,16 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 class Drain:
-    """abort_grace_s: how long a forced verb waits for the requests that it aborted to let go."""
+    """abort_grace_s: how long a forced verb waits for the requests that it aborted to let go. on_unused: is told a
+    directory that no version has any longer."""
 
-    def __init__(self, store: AdapterStore, names: SharedTable, abort_grace_s: float) -> None:
+    def __init__(
+        self, store: AdapterStore, names: SharedTable, abort_grace_s: float, on_unused: Callable[[str], None]
+    ) -> None:
         self._store = store
         self._names = names
         self._abort_grace_s = abort_grace_s
+        self._on_unused = on_unused
 
     def complete(self, drains: Iterable[PendingDrain]) -> None:
         """Do what is due of these, if no other thread did. Never raises: the error is in `done`."""
@@ -95,6 +99,11 @@ class Drain:
             self._store.drop_adapter(version.adapter_id)
         except AdapterNotFoundError:
             return False  # the engine started again meanwhile: nothing is left to drop
+        finally:
+            with self._names.lock:
+                is_used = any(each.spec.path == version.spec.path for each in self._names.table.versions())
+            if not is_used:
+                self._on_unused(version.spec.path)
         return True
 
     # ------------------------------------------------------------------------------------------------- down, and pins

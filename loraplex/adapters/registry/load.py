@@ -85,7 +85,7 @@ class AdapterLoader:
 
     def _load(self, wish: LoadWish, verb: Verb) -> LoadResult:
         began_s = time.monotonic()
-        opened = wish.content or self._open_adapter(wish.path)
+        opened = self._opened(wish)
         shared, taken = self._names.shared, None
         if shared is None:
             wish.turn.wait_for_id()
@@ -119,6 +119,14 @@ class AdapterLoader:
         status = loaded if previous is None else LoadStatus.RELOADED
         number = None if previous is None else previous.number
         return LoadResult(status, version.ref, evicted, time.monotonic() - began_s, number)
+
+    def _opened(self, wish: LoadWish) -> OpenedAdapter:
+        if wish.received is None:
+            return wish.content or self._open_adapter(wish.path)
+        with self._names.lock:
+            previous = self._names.table.current.get(wish.name)
+            loaded = (None, None) if previous is None else (previous.ref, previous.spec)
+        return wish.received(*loaded)
 
     def _new_version(
         self, wish: LoadWish, opened: OpenedAdapter, previous: AdapterVersion | None, taken: int | None
@@ -194,5 +202,5 @@ class AdapterLoader:
 
 def _is_equal(version: AdapterVersion, wish: LoadWish, opened: OpenedAdapter) -> bool:
     ref = version.ref
-    is_same_source = (ref.lora_path, version.spec.path) == (wish.path, opened.path)
+    is_same_source = wish.received is not None or (ref.lora_path, version.spec.path) == (wish.path, opened.path)
     return is_same_source and (ref.adapter_digest, ref.text) == (opened.adapter_digest, opened.text)

@@ -45,11 +45,12 @@ from loraplex.adapters.registry.verbs import (
     LoadStatus,
     LoadTurn,
     LoadWish,
+    OpenReceived,
     SwitchResult,
     UnloadResult,
 )
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
-from loraplex.adapters.registry.views import AdapterInfo, NameQuery, Views
+from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError, InvalidRequestError
 from loraplex.events import Detail, EventKind
@@ -76,7 +77,8 @@ class LoRARegistry:
     drain); an engine without threads passes a function that calls the job at once. It must not raise.
     max_versions_kept: of one name, the current one counted; 1 keeps no earlier one.
     max_lora_rank: above which `open_adapter` refuses, for what makes adapters to load.
-    journal: where names outlive the process; None: nowhere. on_change is told of switches, moves and unloads.
+    journal: where names outlive the process; None: nowhere. on_change is told of switches, moves and unloads, on_unused
+    of a directory that no version has any longer.
     locate: of a shared journal, where the files are that another server loaded; fetches them if need be.
     Errors: AdapterNotFoundError for a name that resolves to nothing, AdapterConflictError for a name or number that is
     another's, InvalidRequestError for arguments that cannot be, and what the store and open_adapter raise.
@@ -96,9 +98,11 @@ class LoRARegistry:
         max_lora_rank: int | None = None,
         journal: Journal | SharedJournal | None = None,
         on_change: OnChange = lambda kind, name, text, details: None,
+        on_unused: Callable[[str], None] = lambda path: None,
         locate: Locate = found_where_it_was,
     ) -> None:
         self.max_lora_rank = max_lora_rank
+        self.max_loaded_loras = max_loaded_loras
         self._store = store
         self._base_names = frozenset(base_names)
         self._run_later = run_later
@@ -107,7 +111,7 @@ class LoRARegistry:
         self._table = NameTable(max_loaded_loras, max_versions_kept)
         self._names = SharedTable(self._table, journal)
         self._lock = self._names.lock
-        self._drain = Drain(store, self._names, abort_grace_s)
+        self._drain = Drain(store, self._names, abort_grace_s, on_unused)
         self._switch = AdapterSwitch(store, self._names, self._drain)
         self._loader = AdapterLoader(store, open_adapter, clock, self._names, self._drain, run_later)
         self._views = Views(store, self._names)
@@ -272,6 +276,23 @@ class LoRARegistry:
             self.pin(new_name)
         return result
 
+    def receive(
+        self, name: str, source: str, received: OpenReceived, *, check_size: Callable[[int], None] | None = None
+    ) -> LoadResult:
+        """Make `name` resolve to what a client sent: a new version, or the first one. What has the content of the
+        version that is loaded is no new version, which the result says. source: stands for it in lists.
+
+        received: opens it; what it raises refuses the load. check_size: as in `load`.
+        """
+        check_adapter_name(name, self._base_names)
+        wish = LoadWish(name, source, None, True, keeps_equal=True, received=received, check_size=check_size)
+        return self._loader.load(wish)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several servers have these names."""
+        return self._names.shared is not None
+
     def _check_content(self, new_name: str, name: str, digest: str) -> None:
         found = self.refs().get(new_name)
         if found is not None and found.adapter_digest != digest:
@@ -282,6 +303,11 @@ class LoRARegistry:
         """Where the files are of what answers for `name` (or for `name@N`) now, and which content they must have."""
         with self._lock:
             return self._table.answering(name).spec
+
+    def source_of(self, name: str) -> str:
+        """Where what is loaded under `name` itself came from, as its owner named it."""
+        with self._lock:
+            return self._table.own(name).ref.lora_path
 
     def check_new_name(self, name: str) -> None:
         """Raises AdapterConflictError for a name that is loaded, or is the base model's, and InvalidRequestError."""
@@ -450,6 +476,10 @@ class LoRARegistry:
         with self._lock:
             versions = self._table.versions()
         return tuple(version.spec for version in versions)
+
+    def loaded_from(self, origin: str) -> list[LoadedName]:
+        """Names whose current version has an origin that begins so, the least recently used first."""
+        return self._views.loaded_from(origin)
 
     def nbytes_with(self, name: str, nbytes: int, prefix: str) -> int:
         """Bytes of the files of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""

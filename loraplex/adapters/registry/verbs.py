@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
+from loraplex.core import AdapterSpec
 
 
 class LoadTurn:
@@ -47,13 +48,17 @@ class LoadTurn:
 
 NO_TURN = LoadTurn()
 
+OpenReceived = Callable[[LoRARef | None, AdapterSpec | None], OpenedAdapter]
+"""Opens what a client sent, given the version that is loaded under the name (None: there is none), which no other verb
+changes meanwhile. What it raises refuses the load."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadWish:
     """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none.
 
-    content: what is there is known, and is not opened: a clone. check_size: is told the bytes of the files before
-    anything is changed, and raises where they are too many.
+    content: what is there is known, and is not opened: a clone. received: opens it instead of the path, of which it is
+    no file. check_size: is told the bytes of the files before anything is changed, and raises where they are too many.
     """
 
     name: str
@@ -65,6 +70,7 @@ class LoadWish:
     keeps_equal: bool = False
     turn: LoadTurn = NO_TURN
     content: OpenedAdapter | None = None
+    received: OpenReceived | None = None
     check_size: Callable[[int], None] | None = None
 
 

@@ -76,6 +76,15 @@ class AdapterInfo:
     versions: tuple[VersionInfo, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedName:
+    """is_idle: an unload would take nothing from anything: no request, pin or switch holds the name."""
+
+    name: str
+    last_used_time: float
+    is_idle: bool
+
+
 class Views:
     """Asks the store outside the lock of the table."""
 
@@ -106,6 +115,19 @@ class Views:
                     info = None if version is None else self._info(version, residency, aliases)
                 if info is not None:
                     yield info
+
+    def loaded_from(self, origin: str) -> list[LoadedName]:
+        """As LoRARegistry.loaded_from. Requests take the lock: what is counted under it is copied alone."""
+        with self._lock:
+            current, switched = list(self._table.current.items()), {*self._table.aliases, *self._table.aliases.values()}
+            busy = {each.ref.adapter_name for each in self._table.versions() if each.num_references}
+            busy |= self._table.verbs.keys()
+        found = [
+            LoadedName(name, each.last_used_time, not (each.is_pinned or name in switched or name in busy))
+            for name, each in current
+            if each.origin.startswith(origin)
+        ]
+        return sorted(found, key=lambda each: each.last_used_time)
 
     def _described(self, name: str) -> AdapterVersion:
         """Never what a switch sends the requests for a name to."""

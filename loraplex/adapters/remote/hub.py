@@ -49,6 +49,8 @@ MAX_REFERENCE_BYTES = 1024
 MAX_REPO_CHARS, MAX_REVISION_CHARS = 96, 128
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 _REPO = re.compile(f"{_PART}/{_PART}")
+_FOLDER = re.compile(f"{_PART}(?:/{_PART}){{0,7}}")
+MAX_FOLDER_CHARS = 256
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>.*))?", re.DOTALL)
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REVISION = re.compile(rf"refs/pr/[0-9]{{1,9}}|(?!refs(?:/|$)){_SEGMENT}(?:/{_SEGMENT})*")
@@ -60,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HubAdapter:
-    """A repository and revision (None: main).
+    """A repository and revision (None: main), and the folder of it that has the adapter ("": its top).
 
     `is_explicit` when the user wrote `hf://`, so that no directory can have been meant.
     """
@@ -68,19 +70,22 @@ class HubAdapter:
     repo: str
     revision: str | None = None
     is_explicit: bool = True
+    folder: str = ""
 
     @classmethod
     def parse(cls, given: str, revision: str | None = None) -> HubAdapter | None:
-        """What `hf://org/name[@revision]` or `org/name[@revision]` names; None for a text that can only be a path.
+        """What `hf://org/name[/folder][@revision]` or `org/name[@revision]` names; None for what can only be a path.
 
         `revision` takes precedence.
         Raises AdapterPathNotFoundError for a name or revision that breaks the rules of hub ids. Touches no disk.
         """
         is_explicit = given.startswith(HUB_PREFIX)
         if is_explicit:
-            repo, at, tail = given.removeprefix(HUB_PREFIX).partition("@")
+            place, at, tail = given.removeprefix(HUB_PREFIX).partition("@")
+            repo, folder = _split_folder(place)
         elif match := _HUB_ID.fullmatch(given):
             repo, at, tail = match["repo"], "" if match["revision"] is None else "@", match["revision"] or ""
+            folder = ""
         else:
             return None
         if len(repo) > MAX_REPO_CHARS or not _REPO.fullmatch(repo) or _NO_NAME.search(repo):
@@ -90,6 +95,11 @@ class HubAdapter:
                 f"adapter {shown(given)}: {shown(repo)} is no hub repository; "
                 "write hf://org/name or hf://org/name@revision, each of the two of letters, digits and _.-"
             )
+        if folder and not _is_folder(folder):
+            raise AdapterPathNotFoundError(
+                f"adapter {shown(given)}: {shown(folder)} is no folder of a repository; write "
+                "hf://org/name/folder@revision, its parts of letters, digits and _.-, without '..'"
+            )
         wanted = revision if revision is not None else tail if at else None
         if wanted is not None and not _is_revision(wanted):
             raise AdapterPathNotFoundError(
@@ -97,7 +107,7 @@ class HubAdapter:
                 "refs/pr/N: letters, digits and _.- with single slashes between, no '..', "
                 f"at most {MAX_REVISION_CHARS} characters"
             )
-        return cls(repo, wanted, is_explicit)
+        return cls(repo, wanted, is_explicit, folder)
 
     @property
     def not_here(self) -> str:
@@ -105,7 +115,19 @@ class HubAdapter:
         return "" if self.is_explicit else "no such directory here, and "
 
     def __str__(self) -> str:
-        return f"adapter {self.repo!r}" + (f" at revision {shown(self.revision)}" if self.revision else "")
+        place = f"{self.repo}/{self.folder}" if self.folder else self.repo
+        return f"adapter {place!r}" + (f" at revision {shown(self.revision)}" if self.revision else "")
+
+
+def _split_folder(place: str) -> tuple[str, str]:
+    """(`org/name`, `folder`) of `org/name/folder`."""
+    org, _, rest = place.partition("/")
+    name, slash, folder = rest.partition("/")
+    return (f"{org}/{name}", folder) if slash and folder else (place, "")
+
+
+def _is_folder(text: str) -> bool:
+    return len(text) <= MAX_FOLDER_CHARS and bool(_FOLDER.fullmatch(text)) and ".." not in text
 
 
 def _is_revision(text: str) -> bool:
@@ -113,7 +135,7 @@ def _is_revision(text: str) -> bool:
 
 
 def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
-    """The snapshot's directory, named by commit: its content never changes.
+    """The directory of the adapter in the snapshot, which is named by commit: its content never changes.
 
     Only adapter files are downloaded, `.bin` only if need be.
     """
@@ -141,6 +163,8 @@ def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) ->
 def _download(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
     snapshot = _snapshot(adapter, cache, timeout_s, WANTED)
     if not (snapshot / CONFIG_NAME).exists():
+        if adapter.folder:
+            raise AdapterPathNotFoundError(f"{adapter}: the hub's repository has no {CONFIG_NAME} in such a folder")
         raise AdapterConfigMissingError(
             f"{adapter}: the hub's repository has no {CONFIG_NAME} at its top; is it an adapter?"
         )
@@ -165,17 +189,25 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
         adapter.repo,
         revision=adapter.revision,
         cache_dir=root,
-        allow_patterns=list(patterns),
+        allow_patterns=[f"{adapter.folder}/{each}" if adapter.folder else each for each in patterns],
         etag_timeout=min(REQUEST_TIMEOUT_S, timeout_s),
         tqdm_class=NoProgressBar,
     )
-    return _inside(Path(path), folder, adapter)
+    return _inside(Path(path, adapter.folder), folder, adapter)
 
 
-def hub_folder_of(snapshot: Path) -> Path | None:
+def hub_snapshot_of(directory: Path) -> Path | None:
+    """The snapshot, named by its commit, that a directory is, or is a folder of; None: it is in none."""
+    for each in (directory, *directory.parents):
+        if each.parent.name == "snapshots" and each.parent.parent.name.startswith(CACHE_PREFIX):
+            return each
+    return None
+
+
+def hub_folder_of(directory: Path) -> Path | None:
     """The repository's part of the cache, with the blobs that a snapshot's files link to; None: it is no snapshot."""
-    folder = snapshot.parent.parent
-    return folder if snapshot.parent.name == "snapshots" and folder.name.startswith(CACHE_PREFIX) else None
+    snapshot = hub_snapshot_of(directory)
+    return None if snapshot is None else snapshot.parent.parent
 
 
 def _check_reference(folder: Path, adapter: HubAdapter) -> None:

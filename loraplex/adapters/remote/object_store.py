@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from loraplex.adapters.files import (
     BIN_NAME,
@@ -53,12 +53,15 @@ OBJECT_PREFIX = "s3://"
 MAX_OBJECTS = 1000
 """Directly below a prefix: one answer of the store."""
 
+LIST_TIMEOUT_S = 30.0
 MAX_TEXT_BYTES = 2**26
 MAX_KEY_CHARS = 900
 CHUNK_BYTES = 2**20
 SPARE_DISK_BYTES = 2**26
 LEFT_S = 3600.0
 """What a fetch that was killed left behind is removed after that."""
+
+T = TypeVar("T")
 
 _BUCKET = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _KEY = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)(?:/[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)*")
@@ -124,16 +127,39 @@ def fetch_objects(adapter: ObjectAdapter, folder: Path | None, max_bytes: int, t
         raise _as_adapter_error(error, adapter, timeout_s) from None
 
 
+def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TIMEOUT_S) -> list[str]:
+    """The parts directly below a place that have something below them, from `start` on: one answer of the store."""
+
+    async def within() -> list[str]:
+        below = f"{place.key}/" if place.key else ""
+        async with asyncio.timeout(timeout_s):
+            answer: Mapping[str, Any] = await _store()._call_s3(
+                "list_objects_v2",
+                Bucket=place.bucket,
+                Prefix=below,
+                Delimiter="/",
+                MaxKeys=MAX_OBJECTS,
+                **({"StartAfter": below + start} if start else {}),
+            )
+        found = (str(each["Prefix"]) for each in answer.get("CommonPrefixes", ()))
+        return sorted(each.removeprefix(below).removesuffix("/") for each in found)
+
+    try:
+        return _run(within)
+    except Exception as error:
+        raise _as_adapter_error(error, place, timeout_s) from None
+
+
 def object_folder_of(directory: Path) -> str | None:
     """Which list of a store a directory has the files of; None: it was not fetched from one."""
     is_one = len(directory.name) == len(directory.parent.name) == 64 and directory.parent.parent.name == "objects"
     return directory.name if is_one else None
 
 
-def _run(work: Callable[[], Awaitable[Path]]) -> Path:
+def _run(work: Callable[[], Awaitable[T]]) -> T:
     from fsspec.asyn import get_loop, sync
 
-    result: Path = sync(get_loop(), work)
+    result: T = sync(get_loop(), work)
     return result
 
 

@@ -1,0 +1,186 @@
+"""`PUT /v1/adapters/{name}/tensors`: a new version of an adapter from the body, a safetensors file.
+
+The body goes to the disk as it comes, in threads, a piece at a time: what is held in memory is a piece of each upload.
+It may be longer than other bodies (`--max-upload-bytes`); how slowly it may come is bounded as for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Annotated, TypeVar
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from loraplex.adapters.files import SAFETENSORS_NAME
+from loraplex.adapters.registry import LoadStatus, LoRARef
+from loraplex.adapters.uploads import Upload
+from loraplex.errors import AdapterTooLargeError
+from loraplex.frontend.adapter_updates import UpdateWish
+from loraplex.server.adapter_schemas import LoadReply
+from loraplex.server.api_error import ApiError, clipped
+from loraplex.server.auth import caller_of
+from loraplex.server.body import RAW_TYPE, check_encoding, media_type_of
+from loraplex.server.connections import LET_GO
+from loraplex.server.context import ServerContext
+from loraplex.server.model_names import lora_is_off
+from loraplex.server.off_loop import client_of
+from loraplex.server.openapi import OF_ADAPTERS, Schema, operation
+from loraplex.server.responses import encode
+from loraplex.server.tenants.adapter_quota import AdapterQuota
+from loraplex.server.tenants.callers_names import CallersNames
+from loraplex.server.verb_turns import VerbTurns
+
+PIECE_BYTES = 2**20
+"""Written at a time, by one of NUM_WRITERS threads."""
+
+NUM_WRITERS = 4
+MAX_UPLOADS, MAX_UPLOADS_OF_A_CLIENT = 16, 4
+"""At a time, from the first byte to the new version."""
+
+_SHA256 = "^[0-9a-fA-F]{64}$"
+_ETAG = re.compile(r'(W/)?"([^"]*)"')
+
+
+T = TypeVar("T")
+
+
+class TensorsQuery(BaseModel):
+    """Query of `PUT /v1/adapters/{name}/tensors`. sha256: of the body, in hexadecimal digits. expected_version: the
+    number of the version that the body is to replace, 0 for a name that is not loaded."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sha256: Annotated[str, Field(pattern=_SHA256)] | None = None
+    expected_version: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+class TensorRoute:
+    """loads: the turns of all loads of the server."""
+
+    def __init__(self, context: ServerContext, names: CallersNames, quota: AdapterQuota, loads: VerbTurns) -> None:
+        self._context = context
+        self._engine = context.engine
+        self._names = names
+        self._quota = quota
+        self._loads = loads
+        self._uploads = VerbTurns("uploads", MAX_UPLOADS, MAX_UPLOADS_OF_A_CLIENT)
+        self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="upload")
+
+    @staticmethod
+    def described() -> Schema:
+        described = operation(replies=(LoadReply,), statuses=(200, 201), errors=(*OF_ADAPTERS, 412, 413, 415))
+        schema = {"type": "string", "format": "binary"}
+        return {**described, "requestBody": {"required": True, "content": {RAW_TYPE: {"schema": schema}}}}
+
+    async def put(self, name: str, request: Request, query: TensorsQuery) -> Response:
+        registry = self._engine.registry
+        if registry is None:
+            what = f"adapter {clipped(name)!r} was to be changed"
+            raise lora_is_off(what, bool(self._context.config.merged_into))
+        updates = self._engine.updates
+        updates.check_can_update(registry)
+        check_encoding(request.headers)
+        if media_type_of(request.headers) not in ("", RAW_TYPE):
+            text = f"Content-Type must be {RAW_TYPE}: the body is a safetensors file, curl -T FILE sends one"
+            raise ApiError(text, status=415, code="unsupported_media_type")
+        sha256, check_loaded = _sha256_of(request, query), partial(_check_loaded, request, query.expected_version)
+        found = self._names.find(request, name)
+        is_known = found is not None and registry.is_registered(found)
+        name = self._names.own(request, name) if is_known else self._names.new(request, name)
+        async with self._uploads.of(client_of(request)):
+            upload = await self._in_thread(updates.uploads.receive)
+            async with updates.abandoning(upload):
+                await self._receive(request, upload)
+                async with (
+                    updates.turn(name),
+                    self._loads.of(client_of(request)),
+                    self._quota.changing(request, name, is_load=True) as check_size,
+                ):
+                    wish = UpdateWish(sha256, check_loaded, check_size)
+                    result = await self._engine.on_registry(updates.update, name, upload, wish)
+        status = 201 if result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION) else 200
+        reply = encode(LoadReply.of(result, caller_of(request).scope))
+        headers = {"ETag": f'"{result.ref.adapter_digest}"'}
+        return Response(reply, status, headers, "application/json")
+
+    async def _receive(self, request: Request, upload: Upload) -> None:
+        """Raises ApiError 413 for a body that is too long."""
+        limit = self._engine.updates.uploads.limits.max_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared[:20]) > limit:
+            raise _too_long(limit)
+        piece = bytearray()
+        async for chunk in request.stream():
+            piece += chunk
+            if len(piece) >= PIECE_BYTES:
+                await self._write(request, upload, piece)
+                piece = bytearray()
+        await self._write(request, upload, piece)
+
+    async def _write(self, request: Request, upload: Upload, piece: bytearray) -> None:
+        try:
+            await self._in_thread(partial(upload.write, SAFETENSORS_NAME, piece))
+        except AdapterTooLargeError:
+            raise _too_long(self._engine.updates.uploads.limits.max_bytes) from None
+        if (let_go := request.scope.get(LET_GO)) is not None:
+            let_go(len(piece))
+
+    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._writers, work)
+
+
+def _sha256_of(request: Request, query: TensorsQuery) -> str | None:
+    """As the query says it, or the header Content-Digest (RFC 9530). Raises ApiError where they differ."""
+    given = request.headers.get("content-digest")
+    if given is None:
+        return None if query.sha256 is None else query.sha256.lower()
+    found = re.fullmatch(r"sha-256=:([A-Za-z0-9+/]{43}=):", given.strip())
+    try:
+        digest = base64.b64decode(found[1], validate=True).hex() if found is not None else ""
+    except binascii.Error:
+        digest = ""
+    if not digest:
+        text = "Content-Digest is not sha-256=:BASE64:, which is all that this route reads"
+        raise ApiError(text, param="Content-Digest")
+    if query.sha256 is not None and query.sha256.lower() != digest:
+        raise ApiError("the query and Content-Digest say two digests of the body", param="sha256")
+    return digest
+
+
+def _check_loaded(request: Request, expected_version: int | None, loaded: LoRARef | None) -> None:
+    """In a thread. Raises ApiError 409 for another version than was expected, 412 for what a header forbids."""
+    number = 0 if loaded is None else loaded.adapter_version
+    if expected_version is not None and number != expected_version:
+        found = f"it has version {number}" if loaded is not None else "it is not loaded"
+        text = f"version {expected_version} was to be replaced, and {found}: nothing was changed"
+        raise ApiError(text, status=409, kind="conflict_error", code="version_conflict", param="expected_version")
+    digest = None if loaded is None else loaded.adapter_digest
+    match, none_match = request.headers.get("if-match"), request.headers.get("if-none-match")
+    if match is not None and not _names_tag(match, digest):
+        raise _failed("If-Match", "the adapter does not have a digest that it names")
+    if none_match is not None and _names_tag(none_match, digest):
+        raise _failed("If-None-Match", "the adapter has a digest that it names, or is loaded")
+
+
+def _names_tag(header: str, digest: str | None) -> bool:
+    """Whether a list of entity tags has this one. Weak ones are none: weights are equal or are not."""
+    if header.strip() == "*":
+        return digest is not None
+    return ("", digest) in _ETAG.findall(header)
+
+
+def _failed(header: str, what: str) -> ApiError:
+    text = f"{header}: {what}; nothing was changed"
+    return ApiError(text, status=412, kind="conflict_error", code="precondition_failed", param=header)
+
+
+def _too_long(limit: int) -> ApiError:
+    text = f"the body is longer than {limit} bytes (--max-upload-bytes)"
+    return ApiError(text, status=413, code="body_too_long")

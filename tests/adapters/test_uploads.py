@@ -1,0 +1,129 @@
+"""Uploads are there whole or not at all, bounded together, and leave nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from loraplex.adapters.uploads import Upload, UploadLimits, UploadStore
+from loraplex.errors import AdapterMemoryError, AdapterTooLargeError
+
+NAME = "adapter_model.safetensors"
+
+
+def store_at(folder: Path | None, **limits: int) -> UploadStore:
+    return UploadStore(folder, UploadLimits(**limits))
+
+
+def sent(store: UploadStore, data: bytes = b"weights") -> Upload:
+    upload = store.receive()
+    upload.write(NAME, data)
+    return upload
+
+
+def test_an_upload_is_kept_under_its_digest(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "uploads")
+    upload = sent(store, b"wei")
+    upload.write(NAME, memoryview(b"ghts"))
+    assert upload.sha256(NAME) == hashlib.sha256(b"weights").hexdigest()
+    folder = upload.keep("abc")
+    assert folder.parent == tmp_path / "uploads"
+    assert folder.name.startswith("abc-")
+    assert [(each.name, each.read_bytes()) for each in folder.iterdir()] == [(NAME, b"weights")]
+    assert store.has(str(folder))
+    assert not store.has(str(tmp_path))
+    assert store.num_bytes == 7
+
+
+def test_equal_uploads_have_folders_of_their_own(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    first, second = (sent(store).keep("abc") for _ in range(2))
+    store.remove(str(first))
+    assert not first.exists()
+    assert second.exists()
+    assert store.num_bytes == 7
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_discarded_upload_leaves_nothing(tmp_path: Path, is_kept: bool) -> None:
+    store = store_at(tmp_path)
+    upload = sent(store)
+    if is_kept:
+        upload.keep("abc")
+    upload.discard()
+    assert not list(tmp_path.iterdir())
+    assert store.num_bytes == 0
+
+
+def test_others_folders_are_not_removed(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "uploads")
+    sent(store).keep("abc")
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in (other, tmp_path / "uploads" / ".." / "other", tmp_path, tmp_path / "uploads"):
+        store.remove(str(path))
+    assert other.is_dir()
+    assert store.num_bytes == 7
+
+
+def test_one_upload_is_bounded(tmp_path: Path) -> None:
+    upload = sent(store_at(tmp_path, max_bytes=8))
+    upload.write(NAME, b"!")
+    with pytest.raises(AdapterTooLargeError, match="longer than 8 bytes"):
+        upload.write("other", b"!")
+    upload.discard()
+
+
+def test_all_together_are_bounded(tmp_path: Path) -> None:
+    store = store_at(tmp_path, total_bytes=15)
+    kept = sent(store).keep("abc")
+    coming = sent(store)
+    third = store.receive()
+    with pytest.raises(AdapterMemoryError, match="16 bytes, and it may have 15"):
+        third.write(NAME, b"12")
+    third.discard()
+    store.remove(str(kept))
+    sent(store)
+    coming.discard()
+    assert store.num_bytes == 7
+
+
+def test_what_no_version_has_goes_at_the_start(tmp_path: Path) -> None:
+    before = store_at(tmp_path)
+    used, unused = (sent(before).keep("abc") for _ in range(2))
+    sent(before)  # the server is killed
+    (tmp_path / "link").symlink_to(used)
+    (tmp_path / "file").write_text("?")
+    store = store_at(tmp_path)
+    store.sweep([str(used), str(tmp_path / "gone")])
+    assert list(tmp_path.iterdir()) == [used]
+    assert unused != used
+    assert store.num_bytes == 7
+
+
+def test_a_temporary_store_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path))
+    store = store_at(None)
+    assert not store.has(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    folder = sent(store).keep("abc")
+    assert folder.is_relative_to(tmp_path)
+    assert store.has(str(folder))
+    other = store_at(None)
+    sent(other)
+    assert folder.exists()  # what another process has is left alone
+    store.close()
+    assert not folder.exists()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_cache_folder_the_systems_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_CACHE", "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = store_at(None)
+    assert sent(store).keep("abc").is_relative_to(tmp_path)
+    store.close()
+    assert not list(tmp_path.iterdir())
