@@ -26,6 +26,7 @@ from loraplex.router.settings import RouteSettings
 from loraplex.router.verbs import AdapterVerbs
 from loraplex.routing import Needs
 from loraplex.server.api_error import ApiError, clipped, error_response
+from loraplex.server.auth import credential_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.browser_guard import AllowedHosts, BrowserGuard
 from loraplex.server.config import ServerConfig
@@ -34,8 +35,9 @@ from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, address_of
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
 from loraplex.server.urls import TrailingSlash
+from loraplex.server.wires.anthropic_errors import AnthropicErrors
 
-INFERENCE_PATHS = (*GENERATION_PATHS, "/tokenize", "/detokenize")
+INFERENCE_PATHS = (*GENERATION_PATHS, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
 
 class RouterHealth(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,14 +68,14 @@ class Inference:
         if refusal is not None:
             return refusal
         body = await read_body(request, self._settings.max_body_bytes)
-        read = partial(needs_of, body, request.headers.get("authorization", ""), self._fleet.base_names)
+        read = partial(needs_of, body, credential_of(request.headers), self._fleet.base_names)
         needs = (
             read() if len(body) <= SHORT_BODY_BYTES else await self._off_loop.run(address_of(request), read, len(body))
         )
         return Relayed(self._fleet, self._metrics, request, body, needs, self._settings.max_attempts)
 
     async def show_model(self, request: Request) -> Response:
-        needs = Needs(request.path_params["model"], tenant=tenant_of(request.headers.get("authorization", "")))
+        needs = Needs(request.path_params["model"], tenant=tenant_of(credential_of(request.headers)))
         return Relayed(self._fleet, self._metrics, request, b"", needs, self._settings.max_attempts)
 
 
@@ -135,7 +137,13 @@ def create_router_app(
     )
     return Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIdMiddleware), guard, Middleware(TrailingSlash), *([cors] if origins else [])],
+        middleware=[
+            Middleware(AnthropicErrors),
+            Middleware(RequestIdMiddleware),
+            guard,
+            Middleware(TrailingSlash),
+            *([cors] if origins else []),
+        ],
         exception_handlers={LoraplexError: _answer, HTTPException: _answer_http},
     )
 

@@ -17,7 +17,16 @@ from loraplex.router.replica import VERB_TIMEOUT_S, Replica
 from loraplex.server.request_id import HEADER
 
 SENT_HEADERS = frozenset(
-    {b"accept", b"authorization", b"content-type", b"last-event-id", b"traceparent", b"tracestate", b"user-agent"}
+    {
+        b"accept",
+        b"authorization",
+        b"content-type",
+        b"last-event-id",
+        b"traceparent",
+        b"tracestate",
+        b"user-agent",
+        b"x-api-key",
+    }
 )
 """Of a client's headers; all others end here: hop-by-hop ones, cookies, what pages and proxies add."""
 
@@ -72,7 +81,7 @@ def sent_headers(request: Request) -> Headers:
 
 def own_headers(request: Request) -> Headers:
     """Of what the router asks by itself in a client's name."""
-    own = (b"authorization", b"x-request-id", b"x-forwarded-for")
+    own = (b"authorization", b"x-api-key", b"x-request-id", b"x-forwarded-for")
     return [each for each in sent_headers(request) if each[0] in own]
 
 

@@ -18,6 +18,7 @@ from loraplex.router.fleet import Fleet
 from loraplex.router.needs import tenant_of
 from loraplex.routing import Needs
 from loraplex.routing.known import Known
+from loraplex.server.auth import credential_of
 
 MAX_KNOWN_KEYS = 65_536
 MAX_REFUSAL_BYTES = 2**16
@@ -38,7 +39,7 @@ class Keys:
 
     async def refusal(self, request: Request) -> Response | None:
         """A replica's answer to a client whose key it does not take. None for one that it takes, or where none says."""
-        tenant, now_s = tenant_of(request.headers.get("authorization", "")), self._clock()
+        tenant, now_s = tenant_of(credential_of(request.headers)), self._clock()
         if now_s - self._taken.get(tenant, -FRESH_S) < FRESH_S:
             return None
         replica = self._fleet.choose(Needs(tenant=tenant))

@@ -40,6 +40,9 @@ class _Request(msgspec.Struct, gc=False):
     lora_path: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
 
 
 class _Verb(msgspec.Struct, gc=False):
@@ -61,7 +64,8 @@ def needs_of(body: bytes, authorization: str, base_names: Set[str] = frozenset()
     check_num_values(body, MAX_VALUES)
     fields = _decode(_REQUESTS, body)
     adapter = _name(fields.lora_path) or adapter_of(_name(fields.model), base_names)
-    prompt = bytes(fields.messages) or bytes(fields.prompt)
+    before = bytes(fields.instructions) + bytes(fields.system)
+    prompt = before + (bytes(fields.messages) or bytes(fields.prompt) or bytes(fields.input))
     tenant = tenant_of(authorization)
     return Needs(
         adapter=adapter,

@@ -23,12 +23,13 @@ from loraplex.router.fleet import Fleet
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.replica import Replica
 from loraplex.routing import Needs
-from loraplex.server.api_error import ApiError, clipped, error_reply, error_response
-from loraplex.server.streaming import EVENT_STREAM, sse, until_disconnect
+from loraplex.server.api_error import ApiError, clipped, error_response
+from loraplex.server.streaming import EVENT_STREAM, until_disconnect
+from loraplex.server.wires.anthropic_errors import error_event
 
 _log = logging.getLogger("loraplex.router")
 
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 """After an answer there the replica has the adapter's weights on its device."""
 
 RETRIED = {
@@ -134,7 +135,8 @@ class Relayed(Response):
             _log.warning("request %s: %s", self._request.state.request_id, lost.message)
             if not is_stream or tail != b"\n\n":
                 raise lost from error
-            await send({"type": "http.response.body", "body": sse(error_reply(lost)), "more_body": True})
+            event = error_event(self._request.scope["path"], lost)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -28,16 +28,17 @@ from loraplex.router.needs import needs_of, tenant_of
 from loraplex.routing import Needs
 from loraplex.serve.exchange import REPLICA_HEADER, Call, Head
 from loraplex.server.access import Access, check_access
-from loraplex.server.api_error import ApiError, clipped, error_reply, error_response
+from loraplex.server.api_error import ApiError, clipped, error_response
 from loraplex.server.app import add_middleware
-from loraplex.server.auth import KeyRing, caller_of
+from loraplex.server.auth import KeyRing, caller_of, credential_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, client_of
 from loraplex.server.request_id import USABLE, new_request_id
-from loraplex.server.streaming import EVENT_STREAM, sse, until_disconnect
+from loraplex.server.streaming import EVENT_STREAM, until_disconnect
+from loraplex.server.wires.anthropic_errors import error_event
 from loraplex.tenants.directory import TenantDirectory
 
 _log = logging.getLogger("loraplex.server")
@@ -95,7 +96,7 @@ class Ingress:
 
     async def forward(self, request: Request) -> Response:
         body = await read_body(request, self._config.max_body_bytes)
-        path, authorization = request.scope["path"], request.headers.get("authorization", "")
+        path, authorization = request.scope["path"], credential_of(request.headers)
         needs = Needs(tenant=tenant_of(authorization))
         if request.method == "POST" and path in INFERENCE_PATHS:
             read, is_short = partial(needs_of, body, authorization, self._base_names), len(body) <= SHORT_BODY_BYTES
@@ -131,7 +132,7 @@ class Passed(Response):
             is_stream = _header(self._head, b"content-type").startswith(EVENT_STREAM.encode())
             if not is_stream or self._tail != b"\n\n":
                 raise ClientDisconnect from error  # the connection is cut: the answer is not whole
-            await send({"type": "http.response.body", "body": sse(error_reply(_lost(error)))})
+            await send({"type": "http.response.body", "body": error_event(scope["path"], _lost(error))})
 
     async def _pass_on(self, send: Send) -> None:
         async with contextlib.aclosing(self._fleet.send(self._call)) as parts:

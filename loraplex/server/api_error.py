@@ -83,14 +83,17 @@ def status_of(error: Exception) -> int:
 
 
 def error_reply(error: Exception) -> bytes:
-    """The JSON of an error. Nothing of an unforeseen one reaches the client: it is for the log."""
+    """The JSON of an error."""
+    return msgspec.json.encode(ErrorReply(error_body(error)))
+
+
+def error_body(error: Exception) -> ErrorBody:
+    """What a client is told of an error. Nothing of an unforeseen one: that is for the log."""
     if isinstance(error, ApiError):
-        body = _body(error, error.error_type, error.code)
-    elif isinstance(error, LoraplexError):
-        body = _body(error, error.kind, _code_of(type(error)))
-    else:
-        body = ErrorBody(INTERNAL_MESSAGE, "internal_error", None, "internal_error")
-    return msgspec.json.encode(ErrorReply(body))
+        return _body(error, error.error_type, error.code)
+    if isinstance(error, LoraplexError):
+        return _body(error, error.kind, _code_of(type(error)))
+    return ErrorBody(INTERNAL_MESSAGE, "internal_error", None, "internal_error")
 
 
 def _body(error: LoraplexError, kind: str, code: str | None) -> ErrorBody:

@@ -28,9 +28,14 @@ from loraplex.server.tenants.api import TenantRoutes
 from loraplex.server.tenants.usage_api import UsageRoutes
 from loraplex.server.tokenize_api import TokenizeRoutes
 from loraplex.server.urls import KnownUrls, TrailingSlash
+from loraplex.server.wires.anthropic_errors import AnthropicErrors
+from loraplex.server.wires.anthropic_messages import MessagesRoutes
+from loraplex.server.wires.openai_responses import ResponsesRoutes
 
 ROUTES = (
     OpenAIRoutes,
+    ResponsesRoutes,
+    MessagesRoutes,
     TokenizeRoutes,
     AdapterRoutes,
     MemoryRoutes,
@@ -71,7 +76,8 @@ def _open_paths(config: ServerConfig) -> frozenset[str]:
 
 
 def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing) -> None:
-    """The last one added sees a request first: its id, then what browsers may do (guard, then CORS), then its key."""
+    """The last one added sees a request first: the form of its errors, its id, then what browsers may do (guard, then
+    CORS), then its key."""
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=_open_paths(config))
     if config.cors_allowed_origins:
         app.add_middleware(
@@ -84,3 +90,4 @@ def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing) -> None:
     app.add_middleware(TrailingSlash)
     app.add_middleware(BrowserGuard, hosts=AllowedHosts.of(config), allowed_origins=config.cors_allowed_origins)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(AnthropicErrors)

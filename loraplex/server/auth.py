@@ -1,4 +1,6 @@
-"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time; logs have fingerprints.
+"""API keys: `Authorization: Bearer KEY`, or `X-API-Key: KEY` as Anthropic's clients send it.
+
+Keys are compared in constant time; logs have fingerprints.
 
 There are keys of the command line, and those of tenants in the database (`tenants/`). The latter are random and found
 by their SHA-256: how long that takes says nothing about a key.
@@ -23,8 +25,15 @@ from loraplex.tenants.directory import Tables
 from loraplex.tenants.records import Key, Role, Scope, TenantTable, key_digest
 
 METRICS_PATH = "/metrics"
+KEY_HEADER = "x-api-key"
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
 """What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away); all else needs one."""
+
+
+def credential_of(headers: Headers) -> str:
+    """The value of `Authorization`; without one, what `X-API-Key` says in its form; "" where neither is there."""
+    given, key = headers.get("authorization"), headers.get(KEY_HEADER)
+    return f"Bearer {key}" if given is None and key else given or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +118,11 @@ class KeyRing:
 
     def admitted(self, headers: Headers) -> Caller | None:
         """Who sends a request with this head; None where it has no valid key, but needs one: its body is never read."""
-        return self.caller_of(headers.get("authorization")) if self.has_keys else KEYLESS
+        return self.caller_of(credential_of(headers)) if self.has_keys else KEYLESS
 
-    def caller_of(self, authorization: str | None) -> Caller | None:
-        """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, always."""
-        scheme, _, key = (authorization or "").partition(" ")
+    def caller_of(self, credential: str) -> Caller | None:
+        """Of what `credential_of` gives: `Bearer` and a key; None for any other. Every key is compared, always."""
+        scheme, _, key = credential.partition(" ")
         given, table = key_digest(key.strip()), self.table
         found = [caller for digest, caller in self._callers if hmac.compare_digest(given, digest)]
         if scheme.lower() != "bearer":
@@ -166,7 +175,7 @@ class ApiKeyMiddleware:
             return KEYLESS
         if scope["path"] in self._open_paths and not (scope["path"] == METRICS_PATH and self._keys.table.is_configured):
             return ANONYMOUS
-        return self._keys.caller_of(Headers(scope=scope).get("authorization"))
+        return self._keys.caller_of(credential_of(Headers(scope=scope)))
 
 
 def caller_of(request: Request) -> Caller:

@@ -18,6 +18,7 @@ from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, clean_error, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, caller_of
+from loraplex.server.body import Model
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
@@ -156,18 +157,22 @@ class OpenAIRoutes:
     @requires(Access.KEY)
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        arrived_s = time.monotonic()
-        self._context.engine.check_can_serve()
-        body = await self._context.bodies.read(request, ChatCompletionRequest)
-        return await self.answer_chat(request, body, ChatRenderer, "chatcmpl-", arrived_s)
+        return await self.answer_chat(request, ChatCompletionRequest, lambda body: (body, ChatRenderer), "chatcmpl-")
 
     async def answer_chat(
-        self, request: Request, body: ChatCompletionRequest, answer: ChatAnswer, prefix: str, arrived_s: float
+        self,
+        request: Request,
+        model: type[Model],
+        converse: Callable[[Model], tuple[ChatCompletionRequest, ChatAnswer]],
+        prefix: str,
     ) -> Response:
-        """From the fields of a conversation, whatever the client has called them, to its answer or stream in the form
-        of `answer`. prefix: of the answer's id."""
-        context, client = self._context, client_of(request)
+        """From a body to its answer or stream. converse: makes a conversation of it, and says the form of the answer;
+        prefix: of the answer's id."""
+        context, arrived_s = self._context, time.monotonic()
+        context.engine.check_can_serve()
+        body, answer = converse(await context.bodies.read(request, model))
         self._check_num_sequences(1, body.n)
+        client = client_of(request)
         adapter = context.names.choice_of(body.model, body.lora_path, body.mix, caller_of(request).scope)
         hide_targets(request, context.names, [adapter])
         async with context.targets([adapter], client) as targets:

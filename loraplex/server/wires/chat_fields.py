@@ -1,0 +1,98 @@
+"""What wires over the chat path share: fields that mean the same there, and errors in the client's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic.json_schema import JsonSchemaValue
+
+from loraplex.errors import LoraplexError
+from loraplex.sampling_params import MAX_PRIORITY
+from loraplex.server.api_error import ApiError
+from loraplex.server.body import check_model
+from loraplex.server.request_model import BodyLimits, FreeObject, RequestModel, any_of, has, shown, unsupported
+from loraplex.server.schemas import (
+    CHAT_LIMITS,
+    INT32_MAX,
+    INT64_MAX,
+    INT64_MIN,
+    MAX_ID_CHARS,
+    MAX_MESSAGES,
+    MAX_SALT_CHARS,
+    MAX_TIMEOUT_S,
+    ChatCompletionRequest,
+    ChatMessage,
+    Label,
+    MergedAdapters,
+    Share,
+    documented,
+)
+
+
+class PassedFields(RequestModel):
+    """Fields of the chat route under the same names. Those that are not sent have its defaults, or the adapter's."""
+
+    model: Label | None = None
+    temperature: Annotated[float, documented(minimum=0, maximum=100)] | None = None
+    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, documented(minimum=0.001, maximum=10)] | None = None
+    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    request_id: Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}$")] | None = None
+    lora_path: Label | None = None
+    merged_adapters: MergedAdapters | None = None
+    chat_template_kwargs: FreeObject | None = None
+    stream: bool = False
+
+    limits: ClassVar[BodyLimits] = CHAT_LIMITS
+    aliases: ClassVar[Mapping[str, str]] = {"adapter_id": "lora_path", "adapter": "lora_path", "lora": "lora_path"}
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        any_of(
+            has(model={"type": "string"}), has(lora_path={"type": "string"}), has(merged_adapters={"type": "object"})
+        ),
+    )
+
+    def passed(self) -> dict[str, Any]:
+        """What was sent of these."""
+        return {name: getattr(self, name) for name in self.model_fields_set & PassedFields.model_fields.keys()}
+
+
+def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
+    """The request of the chat route. names: of its fields, what the client calls them. Raises ApiError in its words."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    with renamed(names):
+        if len(given["messages"]) > MAX_MESSAGES:
+            text = f"messages make {len(given['messages'])} turns of a conversation, at most {MAX_MESSAGES} fit"
+            raise ApiError(text, param="messages")
+        return check_model(given, ChatCompletionRequest)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a chat name the field that the client has sent."""
+    try:
+        yield
+    except LoraplexError as error:
+        name = names.get(error.param or "")
+        if name is not None:
+            error.args = (re.sub(rf"\b{error.param}\b", name, error.message, count=1),)
+            error.param = name
+        raise
+
+
+def turn(role: str, content: str | list[str], **fields: Any) -> ChatMessage:
+    """A message whose values have been checked. Several texts are parts."""
+    parts = content if isinstance(content, str) else [{"type": "text", "text": each} for each in content]
+    return ChatMessage.model_construct(role=role, content=parts, **fields)
+
+
+def unknown_kind(field: str, what: str, kind: object, known: str) -> ApiError:
+    return unsupported(field, f"{what} of type {shown(kind)} are not supported by this server: only {known} are")
