@@ -1,4 +1,4 @@
-"""What wires over the path of prompts share: their fields as those of a completion, and errors in the client's words."""
+"""What wires over the path of prompts share: fields as those of a completion, and errors in the client's words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except LoraplexError as error:
-        words = "|".join(map(re.escape, names))
+        words = "|".join(name for name in names if "_" in name)  # others are words of the language, too
         error.args = (re.sub(rf"\b({words})\b", lambda found: names[found[0]], error.message),)
         error.param = names.get(error.param or "", error.param)
         raise
@@ -58,5 +58,3 @@ def _one_for_all(value: Any) -> Any:
 
 OneForAll = BeforeValidator(_one_for_all)
 """Of a field that a client may send once, or for each prompt."""
-
-

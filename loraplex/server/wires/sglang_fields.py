@@ -35,7 +35,6 @@ MAX_EBNF_BYTES, MAX_EBNF_LINES = 8192, 256
 """The library that rewrites it takes time with the product of both."""
 
 NAMES = {
-    "prompt": "text",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
@@ -63,11 +62,9 @@ IdsField = Annotated[
     Annotated[SomeIds, Tag("<ids>")]
     | Annotated[list[SomeIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<id_lists>")],
     Discriminator(
-        lambda value: None
-        if not isinstance(value, list)
-        else "<id_lists>"
-        if value and isinstance(value[0], list)
-        else "<ids>",
+        lambda value: (
+            None if not isinstance(value, list) else "<id_lists>" if value and isinstance(value[0], list) else "<ids>"
+        ),
         custom_error_type="ids_type",
         custom_error_message="must be a list of token ids, or a list of such lists",
     ),
@@ -250,6 +247,11 @@ class SGLangGenerateRequest(RequestModel):
         return 1 if isinstance(self.prompts, str) or isinstance(self.prompts[0], int) else len(self.prompts)
 
     @property
+    def names(self) -> dict[str, str]:
+        """Of fields of a completion, what this client calls them."""
+        return {**NAMES, "prompt": "input_ids" if self.text is None else "text"}
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         return self.return_logprob and self.logprob_start_len >= 0
 
@@ -273,7 +275,7 @@ class SGLangGenerateRequest(RequestModel):
             "request_id": self.rid if isinstance(self.rid, str) else None,
             "lora_path": [each or None for each in paths] if isinstance(paths, list) else paths or None,
         }
-        return completion_of(CompletionRequest, fields, self.prompts, NAMES)
+        return completion_of(CompletionRequest, fields, self.prompts, self.names)
 
 
 class SGLangLoadRequest(RequestModel):
@@ -292,4 +294,3 @@ class SGLangUnloadRequest(RequestModel):
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"lora_id": (), "rid": ()}
-
