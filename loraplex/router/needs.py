@@ -77,16 +77,8 @@ def needs_of(body: bytes, authorization: str, base_names: Set[str] = frozenset()
     fields = _decode(_REQUESTS, body)
     adapter = _name(fields.lora_path) or _adapter_id(fields.parameters) or adapter_of(_name(fields.model), base_names)
     before = bytes(fields.instructions) + bytes(fields.system)
-    prompt = before + next(
-        filter(
-            None,
-            map(
-                bytes,
-                (fields.messages, fields.prompt, fields.input, fields.inputs, fields.text, fields.input_ids),
-            ),
-        ),
-        b"",
-    )
+    prompts = (fields.messages, fields.prompt, fields.input, fields.inputs, fields.text, fields.input_ids)
+    prompt = before + next(filter(None, map(bytes, prompts)), b"")
     tenant = tenant_of(authorization)
     return Needs(
         adapter=adapter,

@@ -392,7 +392,7 @@ class CompletionRequest(SamplingFields):
         """defaults: of the adapter, or the base, for fields that are not sent."""
         prompt_logprobs = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         limit = self.limit(defaults)
-        max_tokens = defaults.get("max_tokens") if limit is None else max(limit, 1)
+        max_tokens = defaults["max_tokens"] if limit is None else max(limit, 1)
         return self.sampling_params(max_tokens, self.logprobs, prompt_logprobs, defaults)
 
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from loraplex.errors import LoraplexError
+from loraplex.sampling_params import SamplingParams
 from loraplex.server.body import check_model
-from loraplex.server.schemas import CompletionRequest
+from loraplex.server.schemas import NO_DEFAULTS, CompletionRequest
 
 
 class OpenEndedCompletion(CompletionRequest):
-    """A completion that ends with the context where no `max_tokens` was sent, as a conversation does."""
+    """A completion that ends with the context, or after `usual_max_tokens`, where no `max_tokens` was sent."""
+
+    usual_max_tokens: ClassVar[int | None] = None
 
     def limit(self, defaults: Mapping[str, Any]) -> int | None:
         return self.max_tokens if "max_tokens" in self.model_fields_set else None
+
+    def to_sampling_params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        return super().to_sampling_params({"max_tokens": self.usual_max_tokens, **defaults})
 
 
 def completion_of(

@@ -112,7 +112,20 @@ class NativeRoutes:
     async def generate(self, request: Request) -> Response:
         """Continue prompts, as in SGLang (`text` or `input_ids`), or one, as in LoRAX (`inputs`)."""
         arrived_s = self._begin()
-        body = await self._context.bodies.read_one_of(request, _kind_of, COMPLETION_LIMITS)
+        kind: type[RequestModel] = SGLangGenerateRequest
+
+        def choose(fields: dict[str, Any]) -> type[RequestModel]:
+            nonlocal kind
+            kind = LoraxGenerateRequest if fields.get("inputs") is not None else SGLangGenerateRequest
+            return kind
+
+        try:
+            body = await self._context.bodies.read_one_of(request, choose, COMPLETION_LIMITS)
+        except LoraplexError as error:
+            if kind is SGLangGenerateRequest:
+                raise
+            clean_error(error, request)
+            return lorax_error(error)
         if isinstance(body, LoraxGenerateRequest):
             return await self._lorax(request, body, arrived_s, is_stream=False)
         assert isinstance(body, SGLangGenerateRequest)
@@ -222,10 +235,6 @@ class NativeRoutes:
         """Where the base model lies, or its name for a key that may not see that; and its name."""
         name = self._context.names.served[0]
         return (self._context.engine.model_info.root if caller_of(request).is_admin else name), name
-
-
-def _kind_of(fields: dict[str, Any]) -> type[RequestModel]:
-    return LoraxGenerateRequest if fields.get("inputs") is not None else SGLangGenerateRequest
 
 
 def _json(reply: msgspec.Struct) -> Response:

@@ -29,7 +29,7 @@ from loraplex.server.schemas import (
     TokenIds,
     documented,
 )
-from loraplex.server.wires.completion_fields import OneForAll, completion_of
+from loraplex.server.wires.completion_fields import OneForAll, OpenEndedCompletion, completion_of
 
 MAX_EBNF_BYTES, MAX_EBNF_LINES = 8192, 256
 """The library that rewrites it takes time with the product of both."""
@@ -73,11 +73,16 @@ Flag = Annotated[bool, OneForAll]
 EmptyIsUnset = BeforeValidator(lambda value: None if value == "" else value)
 
 
-class SGLangSampling(RequestModel):
-    """`sampling_params`. Defaults are SGLang's; those of generation_config.json come before them where they are sent
-    by none."""
+class SGLangCompletion(OpenEndedCompletion):
+    """128 tokens are SGLang's default, or what is left of the context."""
 
-    max_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 128
+    usual_max_tokens: ClassVar[int | None] = 128
+
+
+class SGLangSampling(RequestModel):
+    """`sampling_params`. Defaults are SGLang's, unless a generation_config.json has others."""
+
+    max_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     temperature: Annotated[float, documented(minimum=0, maximum=100)] | None = None
@@ -275,7 +280,7 @@ class SGLangGenerateRequest(RequestModel):
             "request_id": self.rid if isinstance(self.rid, str) else None,
             "lora_path": [each or None for each in paths] if isinstance(paths, list) else paths or None,
         }
-        return completion_of(CompletionRequest, fields, self.prompts, self.names)
+        return completion_of(SGLangCompletion, fields, self.prompts, self.names)
 
 
 class SGLangLoadRequest(RequestModel):
