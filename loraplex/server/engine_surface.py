@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class TokenizerSurface(Protocol):
-    special_ids: Collection[int]
+    @property
+    def special_ids(self) -> Collection[int]: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -226,6 +227,8 @@ class EngineSurface(Protocol):
 
 class _NoTokenizer:
     """Stands in for a model that has none: prompts as token ids work, texts are refused."""
+
+    special_ids: Collection[int] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")

@@ -15,8 +15,9 @@ def lark_of(ebnf: str) -> str:
     if "::=" not in ebnf:
         raise InvalidRequestError("ebnf has no rule: write root ::= ...", param="ebnf")
     try:
-        return any_to_lark(ebnf).removeprefix("%llguidance {}").lstrip()
+        grammar: str = any_to_lark(ebnf)
     except RecursionError:
         raise InvalidRequestError("ebnf is nested too deeply", param="ebnf") from None
     except Exception as error:  # the library has no class of its own for all of them
         raise InvalidRequestError(f"ebnf is no grammar: {shown(str(error))}", param="ebnf") from None
+    return grammar.removeprefix("%llguidance {}").lstrip()

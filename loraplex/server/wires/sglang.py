@@ -86,7 +86,7 @@ class SGLangWish:
             logprob_start_len=body.logprob_start_len,
             has_texts=body.return_text_in_logprobs,
             has_prompt_ids=body.return_prompt_token_ids,
-            rids=tuple(body.rid) if isinstance(body.rid, list) else (),
+            rids=tuple(filter(None, body.rid)) if isinstance(body.rid, list) else (),
         )
 
 

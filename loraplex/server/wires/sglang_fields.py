@@ -225,7 +225,7 @@ class SGLangGenerateRequest(RequestModel):
     def _check_generation(self) -> SGLangGenerateRequest:
         if (self.text is None) == (self.input_ids is None):
             raise ApiError("send text, or input_ids, and not both", param="text")
-        if isinstance(self.rid, list) and (len(self.rid) != self.num_prompts or None in self.rid or not self.is_batch):
+        if isinstance(self.rid, list) and (len(self.rid) != self.num_prompts or not all(self.rid) or not self.is_batch):
             raise ApiError(f"rid has {len(self.rid)} entries for {self.num_prompts} prompts", param="rid")
         if self.logprob_start_len >= 0 and self.return_logprob and self.stream:
             text = "logprob_start_len is for answers that are not streamed: send -1, or stream=false"
