@@ -14,7 +14,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from loraplex.server.api_error import ErrorReply
+from loraplex.server.auth import KEY_HEADER
 from loraplex.server.streaming import EVENT_STREAM
+from loraplex.server.wires.anthropic_errors import AnthropicError, is_anthropic
 
 Schema = dict[str, Any]
 
@@ -41,7 +43,12 @@ OF_ADAPTERS = (403, 404, 409, 429, 499, 502, 504)
 OF_GENERATION = (404, 429, 499, 504)
 
 _EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("data", "event", "id")}}
+_SCHEMES: Schema = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "anthropic_key": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+}
 _ERROR = {"$ref": "#/components/schemas/Error"}
+_ANTHROPIC_ERROR = {"$ref": "#/components/schemas/AnthropicError"}
 
 
 @cache
@@ -55,7 +62,7 @@ def operation(
     """`openapi_extra` of a route: its body is one of `bodies`, its answer one of `replies` or a text of `text_type`."""
     content: Schema = {}
     if replies:
-        content["application/json"] = {"schema": _one_of([_inlined(msgspec.json.schema(each)) for each in replies])}
+        content["application/json"] = {"schema": _one_of([_schema_of(each) for each in replies])}
     if text_type is not None:
         content[text_type] = {"schema": _EVENT if text_type == EVENT_STREAM else {"type": "string"}}
     done = {"description": "Done", "content": content}
@@ -79,31 +86,35 @@ class DescribedApi(FastAPI):
     def openapi(self) -> Schema:
         if self.openapi_schema is None:
             schema = super().openapi()
-            schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = _error_schema()
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            schemas |= {"Error": _schema_of(ErrorReply), "AnthropicError": _schema_of(AnthropicError)}
             if self.open_paths is not None:
-                schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                schema["components"]["securitySchemes"] = _SCHEMES
             for path, operations in schema["paths"].items():
                 has_key = self.open_paths is not None and path not in self.open_paths
                 for each in operations.values():
                     if has_key:
-                        each["security"] = [{"key": []}]  # Swagger UI then asks for it
+                        each["security"] = [{name: []} for name in _SCHEMES]  # Swagger UI then asks for it
                     each["responses"].pop("422", None)  # FastAPI's own guess: errors of a query are 400 here
                     each["responses"] |= _errors((*OF_ALL, 401) if has_key else OF_ALL)
+                    if is_anthropic(path):
+                        failed = [int(status) for status in each["responses"] if status >= "400"]
+                        each["responses"] |= _errors(failed, _ANTHROPIC_ERROR)
             for unused in ("HTTPValidationError", "ValidationError"):
-                schema["components"]["schemas"].pop(unused, None)
+                schemas.pop(unused, None)
             self.openapi_schema = schema
         return self.openapi_schema
 
 
-def _errors(statuses: Collection[int]) -> Schema:
+def _errors(statuses: Collection[int], schema: Schema = _ERROR) -> Schema:
     return {
-        str(status): {"description": DESCRIPTIONS[status], "content": {"application/json": {"schema": _ERROR}}}
+        str(status): {"description": DESCRIPTIONS[status], "content": {"application/json": {"schema": schema}}}
         for status in statuses
     }
 
 
-def _error_schema() -> Schema:
-    return _inlined(msgspec.json.schema(ErrorReply))
+def _schema_of(reply: Any) -> Schema:
+    return _inlined(msgspec.json.schema(reply))
 
 
 def _inlined(schema: Schema) -> Schema:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict
 
 from loraplex.core import CompletionOutput, FinishReason
 from loraplex.server.access import Access, StrictRoute, requires
@@ -18,6 +19,7 @@ from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.responses import encode
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import EVENT_STREAM
+from loraplex.server.tenants.callers_names import hide_targets
 from loraplex.server.wires.answer_parts import Part, PartKind, PartsRenderer, Step, StepKind
 from loraplex.server.wires.anthropic_errors import anthropic_event
 from loraplex.server.wires.anthropic_messages_input import NAMES, CountTokensRequest, MessagesRequest
@@ -66,6 +68,13 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
+class BetaQuery(BaseModel):
+    """What Anthropic's clients add where they ask for what is new. Fields and headers say what that is."""
+
+    model_config = ConfigDict(extra="forbid")
+    beta: bool = False
+
+
 class MessagesRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -80,18 +89,19 @@ class MessagesRoutes:
         return router
 
     @requires(Access.KEY)
-    async def respond(self, request: Request) -> Response:
+    async def respond(self, request: Request, query: Annotated[BetaQuery, Query()]) -> Response:
         """Answer a conversation of blocks."""
         with renamed(NAMES):
             return await self._chats.answer_chat(request, MessagesRequest, _converse, "msg_")
 
     @requires(Access.KEY)
-    async def count(self, request: Request) -> Response:
+    async def count(self, request: Request, query: Annotated[BetaQuery, Query()]) -> Response:
         """How many tokens the prompt of a conversation has."""
         context, client = self._context, client_of(request)
         with renamed(NAMES):
             chat = (await context.bodies.read(request, CountTokensRequest)).chat
             adapter = context.names.choice_of(chat.model, chat.lora_path, chat.mix, caller_of(request).scope)
+            hide_targets(request, context.names, [adapter])
             held = context.engine.hold_adapters(adapter)
             held.close()  # the text stays, and no version answers
             text = await context.text_of(held.refs, client)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from loraplex.sampling_params import MAX_STOP_STRINGS
+from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import FreeObject, RequestModel, SmallObject, shown, unsupported
 from loraplex.server.schemas import (
     INT32_MAX,
@@ -27,7 +28,6 @@ NAMES = {
     "response_format": "output_config",
     "stop": "stop_sequences",
     "user": "metadata",
-    "chat_template_kwargs": "chat_template_kwargs",
 }
 """Of the chat route's fields, what they are called here."""
 
@@ -155,6 +155,12 @@ class ToolChoice(RequestModel):
     name: Label | None = None
     disable_parallel_tool_use: bool = False
 
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ApiError("tool_choice has a name with type tool, and with no other", param="tool_choice")
+        return self
+
     def as_chat(self) -> Any:
         match self.type:
             case "any":
@@ -210,6 +216,7 @@ class CountTokensRequest(PassedFields):
     output_config: OutputConfig | None = None
     cache_control: SmallObject | None = None
 
+    hints: ClassVar[frozenset[str]] = frozenset({"cache_control"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": (),
         "context_management": (),
@@ -264,7 +271,7 @@ class MessagesRequest(CountTokensRequest):
     )
     metadata: Metadata | None = None
 
-    hints: ClassVar[frozenset[str]] = frozenset({"metadata"})
+    hints: ClassVar[frozenset[str]] = CountTokensRequest.hints | {"metadata"}
     aliases: ClassVar[Mapping[str, str]] = {
         **PassedFields.aliases,
         "max_completion_tokens": "max_tokens",

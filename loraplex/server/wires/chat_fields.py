@@ -26,6 +26,7 @@ from loraplex.server.schemas import (
     MAX_TIMEOUT_S,
     ChatCompletionRequest,
     ChatMessage,
+    ContentPart,
     Label,
     MergedAdapters,
     Share,
@@ -90,8 +91,10 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 def turn(role: str, content: str | list[str], **fields: Any) -> ChatMessage:
     """A message whose values have been checked. Several texts are parts."""
-    parts = content if isinstance(content, str) else [{"type": "text", "text": each} for each in content]
-    return ChatMessage.model_construct(role=role, content=parts, **fields)
+    parts: Any = content
+    if not isinstance(content, str):
+        parts = [ContentPart(type="text", text=each) for each in content]
+    return ChatMessage(role=role, content=parts, **fields)
 
 
 def unknown_kind(field: str, what: str, kind: object, known: str) -> ApiError:

@@ -35,7 +35,6 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
     "logprobs": "include",
-    "user": "user",
 }
 """Of the chat route's fields, what they are called here."""
 
