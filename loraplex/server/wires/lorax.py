@@ -22,16 +22,8 @@ from loraplex.server.logprobs import LOWEST_LOGPROB
 from loraplex.server.responses import AnswerRoom, encode, written, written_text
 from loraplex.server.streaming import in_pieces, sse
 from loraplex.server.wires.lorax_fields import LoraxGenerateRequest
+from loraplex.server.wires.native_forms import LoraxError
 from loraplex.tenants.records import EVERYTHING, Scope
-
-
-class LoraxError(msgspec.Struct, frozen=True):
-    """`param` and `code` stay beside what LoRAX has."""
-
-    error: str
-    error_type: str
-    param: str | None = None
-    code: str | None = None
 
 
 class PrefillToken(msgspec.Struct, frozen=True):

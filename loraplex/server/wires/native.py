@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
 
 from loraplex import __version__
 from loraplex.errors import InvalidRequestError, LoraplexError
@@ -29,8 +30,7 @@ from loraplex.server.wires.completion_fields import in_words_of
 from loraplex.server.wires.lorax import LoraxAnswer, LoraxReply, lorax_error
 from loraplex.server.wires.lorax_fields import LoraxGenerateRequest
 from loraplex.server.wires.sglang import GenerateReply, SGLangRenderer, SGLangWish
-from loraplex.server.wires.sglang_fields import SGLangGenerateRequest
-from loraplex.structured.ebnf import lark_of
+from loraplex.server.wires.sglang_fields import SGLangGenerateRequest, lark_of
 
 
 class SGLangModelInfo(msgspec.Struct, frozen=True):
@@ -91,12 +91,16 @@ class NativeRoutes:
         listed = operation(
             LoraxGenerateRequest, replies=(list[LoraxReply],), text_type=EVENT_STREAM, errors=OF_GENERATION
         )
-        for path, route, extra, tag in (
-            ("/generate", self.generate, both, "SGLang and LoRAX"),
-            ("/generate_stream", self.generate_stream, stream, "LoRAX"),
-            ("/", self.generate_either, listed, "LoRAX"),
-        ):
-            router.add_api_route(path, route, methods=["POST"], openapi_extra=extra, tags=[tag])
+        add = partial(router.add_api_route, methods=["POST"])
+        add("/generate", self.generate, openapi_extra=both, tags=["SGLang", "LoRAX"])
+        add(
+            "/generate_stream",
+            self.generate_stream,
+            openapi_extra=stream,
+            response_class=StreamingResponse,
+            tags=["LoRAX"],
+        )
+        add("/", self.generate_either, openapi_extra=listed, tags=["LoRAX"])
         for path, show, reply, tag in (
             ("/model_info", self.model_info, SGLangModelInfo, "SGLang"),
             ("/get_model_info", self.model_info, SGLangModelInfo, "SGLang"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
+from loraplex.errors import InvalidRequestError, shown
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from loraplex.server.adapter_schemas import MAX_PATH_CHARS
 from loraplex.server.api_error import ApiError
@@ -299,3 +300,21 @@ class SGLangUnloadRequest(RequestModel):
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"lora_id": (), "rid": ()}
+
+
+def lark_of(ebnf: str) -> str:
+    """A grammar in SGLang's EBNF (`root ::= ...`) in Lark's notation, from `start`, as llguidance's rewriting has it.
+
+    Raises InvalidRequestError for a text that is no such grammar.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark  # few servers need it
+
+    if "::=" not in ebnf:
+        raise InvalidRequestError("ebnf has no rule: write root ::= ...", param="ebnf")
+    try:
+        grammar: str = any_to_lark(ebnf)
+    except RecursionError:
+        raise InvalidRequestError("ebnf is nested too deeply", param="ebnf") from None
+    except Exception as error:  # the library has no class of its own for all of them
+        raise InvalidRequestError(f"ebnf is no grammar: {shown(str(error))}", param="ebnf") from None
+    return grammar.removeprefix("%llguidance {}").lstrip()

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from loraplex.errors import LoraplexError
@@ -19,6 +18,7 @@ from loraplex.server.listing import PageQuery
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import encode
+from loraplex.server.wires.native_forms import LoraUpdateReply
 from loraplex.server.wires.sglang_fields import SGLangLoadRequest, SGLangUnloadRequest
 
 MAX_LISTED = 1000
@@ -33,14 +33,6 @@ class Loading(Protocol):
     ) -> Any: ...
 
     async def unload_known(self, request: Request, lora_name: str) -> None: ...
-
-
-class LoraUpdateReply(msgspec.Struct, frozen=True):
-    """loaded_adapters: paths by name; a key that may not see paths gets the names twice."""
-
-    success: bool
-    error_message: str | None
-    loaded_adapters: dict[str, str]
 
 
 class SGLangLoading:
