@@ -47,14 +47,15 @@ class SGLangModelInfo(msgspec.Struct, frozen=True):
 
 
 class SGLangServerInfo(msgspec.Struct, frozen=True):
-    """Of GET /server_info. internal_states: none; GET /v1/memory and /metrics have what this server does."""
+    """Of GET /server_info. internal_states: one without entries, in which SGLang's benchmark looks for speculation;
+    GET /v1/memory and /metrics have what this server does."""
 
     model_path: str
     served_model_name: str
     tokenizer_path: str
     context_length: int
     version: str
-    internal_states: tuple[Any, ...] = ()
+    internal_states: tuple[dict[str, Any], ...] = ({},)
 
 
 class LoraxInfo(msgspec.Struct, frozen=True):
