@@ -22,7 +22,7 @@ def head(path: str, num_bytes: int, key: str = "") -> bytes:
     ).encode()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/adapters"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize", "/v1/adapters"])
 @pytest.mark.parametrize("key", ["", "guessed"])
 async def test_no_body_is_read_of_a_client_whose_key_no_replica_takes(path: str, key: str) -> None:
     """20 connections with 16 MiB each took the memory for bodies: clients with a key were refused for 60 s."""

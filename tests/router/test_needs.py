@@ -40,6 +40,11 @@ def test_the_length_of_a_prompt() -> None:
     assert read(prompt="x" * 398).num_prompt_tokens == 100
     assert read(prompt=[1, 2, 3]).num_prompt_tokens == 3
     assert read(messages=[{"role": "user", "content": "x" * 1000}]).num_prompt_tokens > 250
+    assert read(input="x" * 398).num_prompt_tokens == 100
+    assert (
+        read(system="x" * 400, messages=[]).num_prompt_tokens
+        == read(instructions="x" * 400, input="").num_prompt_tokens
+    )
     assert read().num_prompt_tokens == 0
 
 

@@ -15,6 +15,7 @@ from loraplex.errors import EngineDeadError, EngineOverloadedError
 from tests.router.parts import RawReplica, completion, replicas, router
 from tests.server.sse import events
 
+KEY = "k" * 32
 OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: application/json\r\n"
 
 
@@ -369,3 +370,43 @@ async def test_sglangs_and_loraxs_clients_have_their_routes() -> None:
         assert gone.status_code == 200
         for replica in (a, b):
             assert "new" not in replica.engine.registry.names()
+
+
+# --------------------------------------------------------------------------------------------- forms of other servers
+
+MESSAGES: dict[str, Any] = {"model": "sql", "max_tokens": 6, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_routes_of_other_forms_go_to_the_replica_that_has_the_adapter() -> None:
+    async with replicas(2, api_keys=(KEY,)) as (a, b), router([a.name, b.name]) as front:
+        headers = {"x-api-key": KEY}
+        for _ in range(3):
+            answer = await front.client.post("/v1/messages", json=MESSAGES, headers=headers)
+            assert (answer.status_code, answer.json()["model"]) == (200, "sql")
+            body = {"model": "sql", "input": "hi", "max_output_tokens": 6}
+            assert (await front.client.post("/v1/responses", json=body, headers=headers)).status_code == 200
+        assert sorted([len(a.engine.requests), len(b.engine.requests)]) == [0, 6]
+        count = {name: MESSAGES[name] for name in ("model", "messages")}
+        counted = await front.client.post("/v1/messages/count_tokens", json=count, headers=headers)
+        assert counted.json()["input_tokens"] > 0
+        for given in ({}, {"x-api-key": "wrong"}):
+            refused = await front.client.post("/v1/messages", json=MESSAGES, headers=given)
+            assert (refused.status_code, refused.json()["type"]) == (401, "error")
+            assert refused.json()["error"]["type"] == "authentication_error"
+        unknown = await front.client.post("/v1/messages", json={**MESSAGES, "model": "nope"}, headers=headers)
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_a_stream_whose_replica_is_lost_ends_in_its_own_form() -> None:
+    async with replicas(1) as (a,), router([a.name]) as front:
+        a.engine.hold(after_tokens=1)
+        call = asyncio.ensure_future(front.client.post("/v1/messages", json={**MESSAGES, "stream": True}))
+        await front.until(lambda: a.engine.num_running == 1)
+        await a.kill()
+        *_, last, rest = (await call).text.split("\n\n")
+        name, data = last.split("\n")
+        assert (name, rest) == ("event: error", "")
+        error = json.loads(data.removeprefix("data: "))
+        assert (error["type"], error["error"]["type"], error["error"]["code"]) == ("error", "api_error", "replica_lost")
+        refused = await front.client.post("/v1/messages", json=MESSAGES)
+        assert (refused.status_code, refused.json()["type"]) == (503, "error")

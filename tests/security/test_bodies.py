@@ -47,6 +47,12 @@ def arguments(*texts: bytes) -> bytes:
     return json.dumps({"model": "base", "messages": messages}).encode()
 
 
+def blocks(item: str, num_bytes: int) -> bytes:
+    head = '{"model": "base", "max_tokens": 1, "messages": [{"role": "user", "content": ['
+    return repeated(head, item, "]}]}", num_bytes)
+
+
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f"}
 BETWEEN_TWO_DOUBLES = "1.322882927203610480834580903098775642457e301"
 """Halfway: a decoder has to compare it with many digits of both."""
 MESSAGE = '{"role": "user", "content": "x"}'
@@ -110,6 +116,20 @@ HOSTILE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "chat to count": lambda: ("/tokenize", repeated('{"messages": [', MESSAGE, "]}", 15 * MIB)),
     "ids to text": lambda: ("/detokenize", repeated('{"tokens": [', "5", "]}", 7 * MIB)),
     "few enough ids to text": lambda: ("/detokenize", repeated('{"tokens": [', "5", "]}", 140_000)),
+    "items": lambda: ("/v1/responses", repeated('{"model": "base", "input": [', MESSAGE, "]}", 15 * MIB)),
+    "items that fit": lambda: ("/v1/responses", repeated('{"model": "base", "input": [', MESSAGE, "]}", 60_000)),
+    "items of numbers": lambda: ("/v1/responses", repeated('{"model": "base", "input": [', "1", "]}", 200_000)),
+    "arguments of an item": lambda: (
+        "/v1/responses",
+        json.dumps({"model": "base", "input": [{**CALL_ITEM, "arguments": "[" + "[]," * MIB + "[]]"}]}).encode(),
+    ),
+    "blocks": lambda: ("/v1/messages", blocks('{"type": "text", "text": ""}', 15 * MIB)),
+    "blocks that fit": lambda: ("/v1/messages", blocks('{"type": "tool_result", "tool_use_id": ""}', 40_000)),
+    "blocks of numbers": lambda: ("/v1/messages", blocks("1", 100_000)),
+    "tools of messages": lambda: (
+        "/v1/messages",
+        repeated('{"model": "base", "max_tokens": 1, "messages": [], "tools": [', "{}", "]}", 100_000),
+    ),
     "adapter": lambda: ("/v1/adapters", repeated('{"name": [', "1", "]}", 6 * MIB)),
     "short adapter": lambda: ("/v1/adapters", repeated('{"name": "x", "path": [', "1", "]}", 30_000)),
     "profile": lambda: ("/v1/profile/start", repeated('{"seconds": [', "1", "]}", 6 * MIB)),

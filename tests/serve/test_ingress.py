@@ -86,6 +86,23 @@ def undated(text: str) -> str:
     return re.sub(r"\b1\d{9}(\.\d+)?\b|'content-length', '\d+'", "*", text)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_routes_of_other_forms_tell_it_too(
+    front: tuple[Starlette, LocalFleet], path: str, body: dict[str, Any]
+) -> None:
+    app, fleet = front
+    async with client_of(app) as client:
+        assert (await client.post(path, json={**body, "model": "sql"})).status_code == 200
+    assert fleet.calls[0].needs.adapter == "sql"
+
+
 async def test_a_request_tells_what_it_needs(front: tuple[Starlette, LocalFleet]) -> None:
     app, fleet = front
     prompt = "x" * 2000

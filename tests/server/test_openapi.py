@@ -9,6 +9,8 @@ import pytest
 
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest
+from loraplex.server.wires.anthropic_messages_input import MessagesRequest
+from loraplex.server.wires.openai_responses_input import ResponsesRequest
 from loraplex.testing import FakeAsyncEngine
 
 COMPLETION = {"model": "base", "prompt": "hi", "max_tokens": 100}
@@ -47,11 +49,20 @@ async def test_every_route_says_what_it_answers(schema: dict[str, Any]) -> None:
     assert "ValidationError" not in str(schema["components"])
 
 
+async def test_errors_have_the_form_of_their_route(schema: dict[str, Any]) -> None:
+    for method, path, operation in operations(schema):
+        form = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        for status, response in operation["responses"].items():
+            if status >= "400":
+                content = response["content"]["application/json"]
+                assert content["schema"] == {"$ref": f"#/components/schemas/{form}"}, (method, path, status)
+
+
 async def test_keys_are_in_the_schema_of_a_server_that_has_them(schema: dict[str, Any]) -> None:
     assert "401" not in schema["paths"]["/v1/models"]["get"]["responses"]
     guarded = create_app(FakeAsyncEngine(), ServerConfig(api_keys=("k",))).openapi()
     assert "401" in guarded["paths"]["/v1/models"]["get"]["responses"]
-    assert guarded["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert guarded["paths"]["/v1/models"]["get"]["security"] == [{"key": []}, {"anthropic_key": []}]
     assert "401" not in guarded["paths"]["/health"]["get"]["responses"]
 
 
@@ -95,6 +106,12 @@ async def test_bounds_are_those_that_the_server_applies(
             "/v1/chat/completions",
             {"model": "base", "messages": [{"role": "user", "content": "x"}]},
             ChatCompletionRequest,
+        ),
+        ("/v1/responses", {"model": "base", "input": "x"}, ResponsesRequest),
+        (
+            "/v1/messages",
+            {"model": "base", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
+            MessagesRequest,
         ),
     ],
 )

@@ -21,7 +21,8 @@ from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.responses import AnswerRoom, UsageCounter, written_text
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import in_pieces
-from loraplex.text.tools.answer import AnswerDelta
+from loraplex.text.tools.answer import Thought
+from loraplex.text.tools.json_calls import CallDelta
 from loraplex.text.tools.wanted import AnswerReading
 
 
@@ -82,14 +83,14 @@ class AnswerParts:
         self._room = AnswerRoom()
         self._last_call = -1
 
-    def feed(self, said: AnswerDelta) -> Iterator[Step]:
-        if said.reasoning:
-            yield from self._write(PartKind.THOUGHTS, said.reasoning)
-        if said.content:
-            yield from self._write(PartKind.TEXT, said.content)
-        for call in said.calls:
-            is_new, self._last_call = call.index != self._last_call, call.index
-            yield from self._write(PartKind.CALL, call.arguments, call.name or "", is_new=is_new)
+    def feed(self, said: Thought | CallDelta | str) -> Iterator[Step]:
+        if isinstance(said, Thought):
+            yield from self._write(PartKind.THOUGHTS, said.text)
+        elif isinstance(said, CallDelta):
+            is_new, self._last_call = said.index != self._last_call, said.index
+            yield from self._write(PartKind.CALL, said.arguments, said.name or "", is_new=is_new)
+        elif said:
+            yield from self._write(PartKind.TEXT, said)
 
     def end(self) -> Iterator[Step]:
         """Of the answer. One that says nothing has a text that is empty."""
@@ -112,7 +113,10 @@ class AnswerParts:
 
 
 class PartsRenderer(ABC):
-    """One request's answer, of one completion, in the form that a subclass gives to its parts."""
+    """One request's answer, of one completion, in the form that a subclass gives to its parts.
+
+    num_thought_tokens: where thoughts and the rest come together, those of the thoughts' text.
+    """
 
     end = b""
 
@@ -123,7 +127,7 @@ class PartsRenderer(ABC):
         self.has_calls = False
         self._parser = reading.new_parser()
         self._cursor = Cursor()
-        self._thoughts: list[str] = []
+        self.num_thought_tokens = 0
         self.work_a_token = WORK_OF_PARSERS
 
     @abstractmethod
@@ -161,11 +165,8 @@ class PartsRenderer(ABC):
     def last_chunk(self) -> bytes:
         return b""
 
-    def num_reasoning_tokens(self) -> int:
-        """Of the thoughts, as the tokenizer reads their text."""
-        text = "".join(self._thoughts)
-        tokenizer = tokenizer_of(self.generation.items[0].target.text)
-        return len(tokenizer.encode(text, False)) if text else 0
+    def _num_tokens(self, text: str) -> int:
+        return len(tokenizer_of(self.generation.items[0].target.text).encode(text, False))
 
     def _events(self, completion: CompletionOutput) -> Iterator[bytes]:
         cursor = self._cursor
@@ -184,10 +185,16 @@ class PartsRenderer(ABC):
     def steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:
         """What becomes of a delta."""
         is_last = completion.finish_reason is not None
-        said = AnswerDelta(delta.text) if self._parser is None else self._parser.feed(delta.text, is_last)
-        self.has_calls |= bool(said.calls)
-        if said.reasoning:
-            self._thoughts.append(said.reasoning)
-        yield from self.parts.feed(said)
+        thoughts: list[str] = []
+        is_only_thoughts = True
+        for said in [delta.text] if self._parser is None else self._parser.read(delta.text, is_last):
+            if isinstance(said, Thought):
+                thoughts.append(said.text)
+            else:
+                is_only_thoughts &= not said
+                self.has_calls |= isinstance(said, CallDelta)
+            yield from self.parts.feed(said)
+        if thoughts:
+            self.num_thought_tokens += len(delta.token_ids) if is_only_thoughts else self._num_tokens("".join(thoughts))
         if is_last:
             yield from self.parts.end()

@@ -21,7 +21,7 @@ from loraplex.server.schemas import (
     Label,
     StopText,
 )
-from loraplex.server.wires.chat_fields import PassedFields, chat_request, turn, unknown_kind
+from loraplex.server.wires.chat_fields import PassedFields, TargetFields, chat_request, turn, unknown_kind
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -205,7 +205,7 @@ class Metadata(RequestModel):
     user_id: Label | None = None
 
 
-class CountTokensRequest(PassedFields):
+class CountTokensRequest(TargetFields):
     """`POST /v1/messages/count_tokens`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -262,7 +262,7 @@ class CountTokensRequest(PassedFields):
         return chat_request(fields, NAMES)
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(PassedFields, CountTokensRequest):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]

@@ -34,24 +34,13 @@ from loraplex.server.schemas import (
 )
 
 
-class PassedFields(RequestModel):
-    """Fields of the chat route under the same names. Those that are not sent have its defaults, or the adapter's."""
+class TargetFields(RequestModel):
+    """What a conversation is for, under the names of the chat route."""
 
     model: Label | None = None
-    temperature: Annotated[float, documented(minimum=0, maximum=100)] | None = None
-    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, documented(minimum=0.001, maximum=10)] | None = None
-    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    request_id: Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}$")] | None = None
     lora_path: Label | None = None
     merged_adapters: MergedAdapters | None = None
     chat_template_kwargs: FreeObject | None = None
-    stream: bool = False
 
     limits: ClassVar[BodyLimits] = CHAT_LIMITS
     aliases: ClassVar[Mapping[str, str]] = {"adapter_id": "lora_path", "adapter": "lora_path", "lora": "lora_path"}
@@ -62,8 +51,24 @@ class PassedFields(RequestModel):
     )
 
     def passed(self) -> dict[str, Any]:
-        """What was sent of these."""
+        """What was sent of the fields that the chat route has under the same names."""
         return {name: getattr(self, name) for name in self.model_fields_set & PassedFields.model_fields.keys()}
+
+
+class PassedFields(TargetFields):
+    """How it is answered. Fields that are not sent have the chat route's defaults, or the adapter's."""
+
+    temperature: Annotated[float, documented(minimum=0, maximum=100)] | None = None
+    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, documented(minimum=0.001, maximum=10)] | None = None
+    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    request_id: Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}$")] | None = None
+    stream: bool = False
 
 
 def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
@@ -83,7 +88,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except LoraplexError as error:
         name = names.get(error.param or "")
-        if name is not None:
+        is_sent = isinstance(error, ApiError) and error.code == "unknown_field"
+        if name is not None and not is_sent:
             error.args = (re.sub(rf"\b{error.param}\b", name, error.message, count=1),)
             error.param = name
         raise

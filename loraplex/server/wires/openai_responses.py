@@ -74,10 +74,12 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseUsage(msgspec.Struct, frozen=True):
+    """input_tokens_details: null where a cached token may be another client's."""
+
     input_tokens: int
     output_tokens: int
     total_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: InputTokensDetails | None
     output_tokens_details: OutputTokensDetails
 
 
@@ -268,8 +270,8 @@ class ResponseRenderer(PartsRenderer):
             usage.prompt_tokens,
             usage.completion_tokens,
             usage.total_tokens,
-            InputTokensDetails(0 if details is None else details.cached_tokens),
-            OutputTokensDetails(self.num_reasoning_tokens()),
+            None if details is None else InputTokensDetails(details.cached_tokens),
+            OutputTokensDetails(self.num_thought_tokens),
         )
 
     def steps(self, completion: CompletionOutput, delta: Delta) -> Iterator[Step]:

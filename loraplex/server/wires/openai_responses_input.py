@@ -33,6 +33,7 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format": "text",
     "logprobs": "include",
 }
@@ -206,6 +207,12 @@ class StreamOptions(RequestModel):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
 
+class Reasoning(RequestModel):
+    """How a model thinks is its chat template's to say (`chat_template_kwargs`); a summary is none of this server's."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (), "summary": (), "generate_summary": ()}
+
+
 class ResponsesRequest(PassedFields):
     """`POST /v1/responses`."""
 
@@ -228,13 +235,13 @@ class ResponsesRequest(PassedFields):
         default_factory=list
     )
     stream_options: StreamOptions | None = None
+    reasoning: Reasoning | None = None
     metadata: SmallObject | None = None
     store: bool | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 
-    bulk: ClassVar[frozenset[str]] = frozenset({"input", "instructions", "tools", "text"})
     hints: ClassVar[frozenset[str]] = frozenset(("metadata", "store", "user", "safety_identifier", "prompt_cache_key"))
     aliases: ClassVar[Mapping[str, str]] = {
         **PassedFields.aliases,
@@ -254,7 +261,6 @@ class ResponsesRequest(PassedFields):
         "prompt": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
-        "reasoning": ({}, {"effort": None, "summary": None}),
         "service_tier": ("auto", "default"),
         "truncation": ("disabled",),
     }

@@ -12,6 +12,7 @@ from loraplex.text.tools.json_calls import (
     HermesCalls,
     ListedCalls,
     OneCall,
+    Part,
     TextBeforeTags,
 )
 from loraplex.text.tools.pythonic import PythonicCalls
@@ -56,6 +57,13 @@ def call_parser(name: str, names: Collection[str]) -> CallParser:
 def forced_parser(name: str | None) -> CallParser:
     """Of an answer whose form a grammar has seen to: the arguments of one tool, or a list of calls."""
     return ListedCalls(is_list=True) if name is None else OneCall(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of thoughts."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +126,34 @@ class AnswerParser:
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool) -> AnswerDelta:
+        """What is new, by its kind."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[CallDelta] = []
+        for part in self.read(text, is_last):
+            if isinstance(part, Thought):
+                reasoning.append(part.text)
+            elif isinstance(part, CallDelta):
+                calls.append(part)
+            else:
+                content.append(part)
+        return AnswerDelta("".join(content), "".join(reasoning), _joined(calls))
+
+    def read(self, text: str, is_last: bool) -> Iterator[Thought | Part]:
+        """The same in its order."""
         for piece, is_end in _pieces(text, is_last):
             thought, said = self._split(piece, is_end)
-            reasoning.append(thought)
+            if thought:
+                yield Thought(thought)
             if self._calls is None:
-                content.append(said)
+                yield said
                 continue
             for part in self._calls.feed(said, is_end):
                 if isinstance(part, CallDelta):
                     if part.index and not self._allows_several:
                         continue
-                    calls.append(part)
                     self.num_calls = part.index + 1
-                else:
-                    content.append(part)
-        return AnswerDelta("".join(content), "".join(reasoning), _joined(calls))
+                yield part
 
     def _split(self, text: str, is_last: bool) -> tuple[str, str]:
         if self._thoughts is None:
