@@ -40,6 +40,9 @@ from loraplex.server.wires.anthropic_errors import AnthropicErrors
 
 INFERENCE_PATHS = (*GENERATION_PATHS, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
+INFO_PATHS = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/info")
+"""What SGLang's and LoRAX's clients ask of a base model and its server: any replica answers."""
+
 
 class RouterHealth(msgspec.Struct, frozen=True, omit_defaults=True):
     """restoring: adapters that replicas are to have again. differing: names that do not mean the same at all replicas
@@ -76,7 +79,7 @@ class Inference:
         return Relayed(self._fleet, self._metrics, request, body, needs, self._settings.max_attempts)
 
     async def show_model(self, request: Request) -> Response:
-        needs = Needs(request.path_params["model"], tenant=tenant_of(credential_of(request.headers)))
+        needs = Needs(request.path_params.get("model"), tenant=tenant_of(credential_of(request.headers)))
         return Relayed(self._fleet, self._metrics, request, b"", needs, self._settings.max_attempts)
 
 
@@ -124,10 +127,12 @@ def create_router_app(
         *(Route(path, inference.generate, methods=["POST"]) for path in INFERENCE_PATHS),
         Route("/v1/models", lists.models, methods=["GET"]),
         Route("/v1/models/{model:path}", inference.show_model, methods=["GET"]),
+        *(Route(path, inference.show_model, methods=["GET"]) for path in INFO_PATHS),
         Route("/v1/adapters", lists.adapters, methods=["GET"]),
         Route("/v1/adapters/{model:path}", inference.show_model, methods=["GET"]),
         *verbs.routes(),
         *(Route(path, own.health, methods=["GET", "POST"]) for path in ("/health", "/ping")),
+        Route("/health_generate", own.health, methods=["GET", "HEAD"]),
         Route("/version", own.version, methods=["GET"]),
         Route("/metrics", own.metrics, methods=["GET"]),
     ]

@@ -25,6 +25,7 @@ BLOCK_BYTES = 512
 MAX_BLOCKS = 64
 BYTES_A_TOKEN = 4
 MAX_NAME_CHARS = 256
+LORAX_BASE = "__base_model__"
 MAX_VALUES = 2**22
 """Of a body, ids of its prompt included. The decoder holds the interpreter while it enters 16 MiB of brackets."""
 
@@ -41,8 +42,18 @@ class _Request(msgspec.Struct, gc=False):
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
+    inputs: msgspec.Raw = _NOTHING
+    text: msgspec.Raw = _NOTHING
+    input_ids: msgspec.Raw = _NOTHING
+    parameters: msgspec.Raw = _NOTHING
     instructions: msgspec.Raw = _NOTHING
     system: msgspec.Raw = _NOTHING
+
+
+class _Parameters(msgspec.Struct, gc=False):
+    """LoRAX's."""
+
+    adapter_id: msgspec.Raw = _NOTHING
 
 
 class _Verb(msgspec.Struct, gc=False):
@@ -55,6 +66,7 @@ class _Verb(msgspec.Struct, gc=False):
 
 
 _REQUESTS = msgspec.json.Decoder(_Request)
+_PARAMETERS = msgspec.json.Decoder(_Parameters)
 _VERBS = msgspec.json.Decoder(_Verb)
 _NAMES = msgspec.json.Decoder(str)
 
@@ -63,9 +75,10 @@ def needs_of(body: bytes, authorization: str, base_names: Set[str] = frozenset()
     """Raises ApiError for what is no JSON object, or has too many values. base_names: of the base model."""
     check_num_values(body, MAX_VALUES)
     fields = _decode(_REQUESTS, body)
-    adapter = _name(fields.lora_path) or adapter_of(_name(fields.model), base_names)
+    adapter = _name(fields.lora_path) or _adapter_id(fields.parameters) or adapter_of(_name(fields.model), base_names)
     before = bytes(fields.instructions) + bytes(fields.system)
-    prompt = before + (bytes(fields.messages) or bytes(fields.prompt) or bytes(fields.input))
+    prompts = (fields.messages, fields.prompt, fields.input, fields.inputs, fields.text, fields.input_ids)
+    prompt = before + next(filter(None, map(bytes, prompts)), b"")
     tenant = tenant_of(authorization)
     return Needs(
         adapter=adapter,
@@ -73,6 +86,14 @@ def needs_of(body: bytes, authorization: str, base_names: Set[str] = frozenset()
         prefix_digests=prefix_digests(prompt, f"{tenant} {adapter}", BLOCK_BYTES, MAX_BLOCKS),
         tenant=tenant,
     )
+
+
+def _adapter_id(parameters: msgspec.Raw) -> str | None:
+    text = memoryview(parameters)
+    if not text or text[0] != ord("{"):
+        return None
+    name = _name(_decode(_PARAMETERS, text).adapter_id)
+    return None if name == LORAX_BASE else name
 
 
 def adapter_of(model: str | None, base_names: Set[str]) -> str | None:

@@ -31,7 +31,17 @@ from loraplex.server.wires.anthropic_errors import error_event
 
 _log = logging.getLogger("loraplex.router")
 
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+GENERATION_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/generate",
+        "/generate_stream",
+        "/",
+    }
+)
 """After an answer there the replica has the adapter's weights on its device."""
 
 RETRIED = {

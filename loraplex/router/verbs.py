@@ -60,7 +60,7 @@ MAX_BODY_BYTES = 2**16
 ADMINS_PATH = b"/v1/merges"
 """A short page that an admin's key may see, and no other."""
 
-UNLOAD_PATH = b"/v1/unload_lora_adapter"
+UNLOAD_PATHS = (b"/v1/unload_lora_adapter", b"/unload_lora_adapter")
 
 ABSENT: dict[str, Any] = {}
 STATE = ("path", "digest", "alias_of", "is_pinned")
@@ -99,6 +99,8 @@ class AdapterVerbs:
         return [
             verb("POST", "/v1/load_lora_adapter", of_body),
             verb("POST", "/v1/unload_lora_adapter", of_body),
+            verb("POST", "/load_lora_adapter", of_body),
+            verb("POST", "/unload_lora_adapter", of_body),
             verb("POST", "/v1/adapters", of_body),
             verb("POST", "/v1/adapters/switch", partial(_named_in, ("old", "old_name", "new", "new_name"))),
             Route("/v1/adapters/merge", self._run_at_one, methods=["POST"]),
@@ -177,7 +179,7 @@ class AdapterVerbs:
             return _answer_of(refusal.outcome, ())
         except LoraplexError as error:
             raise _not_begun(str(error)) from error
-        if request.method == "DELETE" or target_of(request).startswith(UNLOAD_PATH):
+        if request.method == "DELETE" or target_of(request).startswith(UNLOAD_PATHS):
             having = [(replica, card) for replica, card in zip(replicas, cards, strict=True) if any(card.values())]
             if having:
                 replicas, cards = [each for each, _ in having], [card for _, card in having]

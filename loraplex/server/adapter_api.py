@@ -52,6 +52,7 @@ from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
 from loraplex.server.tensors_api import TensorRoute, TensorsQuery
 from loraplex.server.verb_turns import VerbTurns
+from loraplex.server.wires.sglang_loading import SGLangLoading
 
 LISTS = ListReply[AdapterCard], ListReply[BriefAdapterCard], ListReply[SourceAdapterCard]
 
@@ -127,6 +128,7 @@ class AdapterRoutes:
         add("GET", "/v1/adapters", self.list_all, None, *LISTS)
         add("GET", "/v1/adapters/{name:path}", self.show, None, AdapterCard, BriefAdapterCard)
         add("DELETE", "/v1/adapters/{name:path}", self.unload, None, UnloadReply)
+        SGLangLoading(self._context, self).add_to(router)
         return router
 
     # ---------------------------------------------------------------------------------------------------- vLLM's routes
@@ -140,21 +142,12 @@ class AdapterRoutes:
             raise _invalid_input(
                 "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
             )
-        registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be loaded")
-        name = self._names.new(request, body.lora_name, "lora_name")
         duplicate = _invalid_input(
             f"The lora adapter '{clipped(body.lora_name)}' has already been loaded. If you want to load the adapter "
             "in place, set 'load_inplace' to True.",
             "lora_name",
         )
-        if not body.load_inplace and name in registry.names():
-            raise duplicate
-        with _vllm_names():
-            async with self._loads.of(client_of(request)):
-                await self._check_path(request, body.lora_path)
-                result = await self._load(request, name, body.lora_path, load_inplace=body.load_inplace)
-        if result.status is LoadStatus.ALREADY_LOADED:
-            raise duplicate
+        result = await self.load_new(request, body.lora_name, body.lora_path, duplicate, load_inplace=body.load_inplace)
         headers = {STATUS_HEADER: LoadReply.of(result, caller_of(request).scope).status}
         return Response(
             f"Success: LoRA adapter '{body.lora_name}' added successfully.", headers=headers, media_type="text/plain"
@@ -167,27 +160,56 @@ class AdapterRoutes:
         name_adapters(request, body.lora_name)
         if not body.lora_name:
             raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
-        registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be unloaded")
-        name = self._names.find(request, body.lora_name) or ""
+        await self.unload_known(request, body.lora_name, body.lora_int_id)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+
+    # ------------------------------------------------------------------------------- what other servers' routes do, too
+
+    async def load_new(
+        self,
+        request: Request,
+        lora_name: str,
+        lora_path: str,
+        duplicate: LoraplexError,
+        *,
+        load_inplace: bool = False,
+        is_pinned: bool = False,
+    ) -> LoadResult:
+        """Load an adapter under a name that is free, or in place. Raises `duplicate` where it is taken."""
+        registry = self._registry(f"adapter {clipped(lora_name)!r} was to be loaded")
+        name = self._names.new(request, lora_name, "lora_name")
+        if not load_inplace and name in registry.names():
+            raise duplicate
+        with _vllm_names():
+            async with self._loads.of(client_of(request)):
+                await self._check_path(request, lora_path)
+                result = await self._load(request, name, lora_path, load_inplace=load_inplace, is_pinned=is_pinned)
+        if result.status is LoadStatus.ALREADY_LOADED:
+            raise duplicate
+        return result
+
+    async def unload_known(self, request: Request, lora_name: str, lora_int_id: int | None = None) -> None:
+        """Unload the adapter of a name. lora_int_id: its number, if not None."""
+        registry = self._registry(f"adapter {clipped(lora_name)!r} was to be unloaded")
+        name = self._names.find(request, lora_name) or ""
         ref = registry.refs().get(name)
         if ref is None and has_adapter(registry, name):  # a version by its address: refused, and told how
             await self._verb(request, LoRARegistry.unload, name)
         if ref is None:
             raise ApiError(
-                f"The lora adapter '{clipped(body.lora_name)}' cannot be found.",
+                f"The lora adapter '{clipped(lora_name)}' cannot be found.",
                 status=404,
                 kind="NotFoundError",
                 code="adapter_not_found",
                 param="lora_name",
             )
-        if body.lora_int_id not in (None, ref.lora_int_id):
+        if lora_int_id not in (None, ref.lora_int_id):
             raise _invalid_input(
-                f"The lora adapter '{clipped(body.lora_name)}' does not have lora_int_id {body.lora_int_id}.",
+                f"The lora adapter '{clipped(lora_name)}' does not have lora_int_id {lora_int_id}.",
                 "lora_int_id",
             )
         self._names.check_own(request, name)
         await self._verb(request, LoRARegistry.unload, name)
-        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
     # ------------------------------------------------------------------------------------------------------- own routes
 

@@ -111,7 +111,8 @@ def _code_of(cls: type[LoraplexError]) -> str | None:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Error")).lower()
 
 
-def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: Exception, headers: dict[str, str] | None = None, body: bytes | None = None) -> Response:
+    """body: in a form of its own."""
     status = status_of(error)
     headers = dict(headers or {})
     if isinstance(error, TenantLimitError):
@@ -124,7 +125,7 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
         headers["X-Should-Retry"] = "false"  # the openai SDK heeds it: a retry would take as long again
     if status == 500:
         _log.error("answered 500: %r", error, exc_info=error)
-    return Response(error_reply(error), status, headers, "application/json")
+    return Response(error_reply(error) if body is None else body, status, headers, "application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -31,12 +31,14 @@ from loraplex.server.tokenize_api import TokenizeRoutes
 from loraplex.server.urls import KnownUrls, TrailingSlash
 from loraplex.server.wires.anthropic_errors import AnthropicErrors
 from loraplex.server.wires.anthropic_messages import MessagesRoutes
+from loraplex.server.wires.native import NativeRoutes
 from loraplex.server.wires.openai_responses import ResponsesRoutes
 
 ROUTES = (
     OpenAIRoutes,
     ResponsesRoutes,
     MessagesRoutes,
+    NativeRoutes,
     TokenizeRoutes,
     AdapterRoutes,
     MemoryRoutes,
@@ -67,7 +69,7 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
     add_error_handlers(app)
     known = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(HTTPException, KnownUrls(known).answer)
-    app.open_paths = _open_paths(context.config) if context.keys.has_keys else None
+    app.open_paths = _open_paths(context.config) - {"/"} if context.keys.has_keys else None  # POST / needs one
     add_middleware(app, context.config, context.keys, context.tracing)
     return app
 

@@ -27,7 +27,7 @@ from loraplex.tenants.records import Key, Role, Scope, TenantTable, key_digest
 
 METRICS_PATH = "/metrics"
 KEY_HEADER = "x-api-key"
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/version", METRICS_PATH})
 """What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away); all else needs one."""
 
 
@@ -176,9 +176,15 @@ class ApiKeyMiddleware:
     def _caller_of(self, scope: AsgiScope) -> Caller | None:
         if not self._keys.has_keys:
             return KEYLESS
-        if scope["path"] in self._open_paths and not (scope["path"] == METRICS_PATH and self._keys.table.is_configured):
+        if self._is_open(scope["method"], scope["path"]):
             return ANONYMOUS
         return self._keys.caller_of(credential_of(Headers(scope=scope)))
+
+    def _is_open(self, method: str, path: str) -> bool:
+        """A page is open to reading: `POST /` is LoRAX's route."""
+        is_read = method in ("GET", "HEAD") or path in OPEN_PATHS
+        is_closed = path == METRICS_PATH and self._keys.table.is_configured
+        return is_read and path in self._open_paths and not is_closed
 
 
 def caller_of(request: Request) -> Caller:

@@ -129,11 +129,16 @@ class ServerContext:
     async def check_form(self, form: StructuredOutputsParams | None, field: str, client: str) -> None:
         """Raises InvalidRequestError, which names the field, for a form that outputs cannot have."""
         if form is not None:
-            if form.kind == "grammar" and not self.config.allow_grammars:
-                text = "grammars are off on this server: send a JSON schema, a regular expression or a choice"
-                raise InvalidRequestError(f"{text}, or start it with --allow-grammars", param=field)
+            if form.kind == "grammar":
+                self.check_grammars_allowed(field)
             with as_field(field):
                 await self.grammars.run(client, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
+
+    def check_grammars_allowed(self, field: str) -> None:
+        """Raises InvalidRequestError, which names the field."""
+        if not self.config.allow_grammars:
+            text = "grammars are off on this server: send a JSON schema, a regular expression or a choice"
+            raise InvalidRequestError(f"{text}, or start it with --allow-grammars", param=field)
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:

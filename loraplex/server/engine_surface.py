@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 
 class TokenizerSurface(Protocol):
+    @property
+    def special_ids(self) -> Collection[int]: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -230,6 +233,8 @@ class EngineSurface(Protocol):
 
 class _NoTokenizer:
     """Stands in for a model that has none: prompts as token ids work, texts are refused."""
+
+    special_ids: Collection[int] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")

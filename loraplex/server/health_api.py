@@ -181,6 +181,7 @@ class HealthRoutes:
         return {
             "/health": (self.health, Health),
             "/ping": (self.health, Health),
+            "/health_generate": (self.health_generate, Health),
             "/version": (self.version, Version),
             "/metrics": (self.metrics, None),
         }
@@ -202,6 +203,11 @@ class HealthRoutes:
             raise _unhealthy(str(error)) from None
         health_now = self._now("busy") if probe_ms is None else self._now("ok", round(probe_ms, 3))
         return Response(encode(health_now), media_type="application/json")
+
+    @requires(Access.OPEN)
+    async def health_generate(self) -> Response:
+        """SGLang's name for `/health?probe=generate`."""
+        return await self.health("generate")
 
     def _now(self, status: str, probe_ms: float | None = None) -> Health:
         num_all, health = self._context.engine.num_runners, self._context.engine.health()

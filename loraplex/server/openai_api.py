@@ -75,6 +75,9 @@ class Renderer(Protocol):
 ChatAnswer = Callable[[ChatCompletionRequest, Generation, AnswerReading], Renderer]
 """What becomes of a conversation's outputs: its request without what is bulky, and how its answers are read."""
 
+CompletionAnswer = Callable[[CompletionRequest, Generation], Renderer]
+"""The same of prompts."""
+
 
 class AnswerWriter:
     """Where one client's answers become bytes: the short ones in the event loop, the long ones in a thread."""
@@ -115,10 +118,17 @@ class OpenAIRoutes:
     @requires(Access.KEY)
     async def complete(self, request: Request) -> Response:
         """Continue one or more prompts."""
-        context, arrived_s = self._context, time.monotonic()
+        arrived_s = time.monotonic()
         # before any work: while the engine starts again, failing requests must cost little
-        context.engine.check_can_serve()
-        body = await context.bodies.read(request, CompletionRequest)
+        self._context.engine.check_can_serve()
+        body = await self._context.bodies.read(request, CompletionRequest)
+        return await self.answer_completion(request, body, CompletionRenderer, "cmpl-", arrived_s)
+
+    async def answer_completion(
+        self, request: Request, body: CompletionRequest, answer: CompletionAnswer, prefix: str, arrived_s: float
+    ) -> Response:
+        """As `answer_chat`, of prompts."""
+        context = self._context
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
         adapters = await self._adapters_of(request, body, num_prompts)
@@ -140,8 +150,8 @@ class OpenAIRoutes:
                 _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
             wanted = [(prompt, targets[each], params[each]) for prompt, each in zip(prompts, adapters, strict=True)]
             body = body.without_bulk()
-            generation = self._generation("cmpl-", request, body, wanted, arrived_s)
-            return await self._respond(request, generation, CompletionRenderer(body, generation), body.stream)
+            generation = self._generation(prefix, request, body, wanted, arrived_s)
+            return await self._respond(request, generation, answer(body, generation), body.stream)
 
     @requires(Access.KEY)
     async def chat(self, request: Request) -> Response:

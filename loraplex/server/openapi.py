@@ -17,6 +17,7 @@ from loraplex.server.api_error import ErrorReply
 from loraplex.server.auth import KEY_HEADER
 from loraplex.server.streaming import EVENT_STREAM
 from loraplex.server.wires.anthropic_errors import AnthropicError, is_anthropic
+from loraplex.server.wires.native_forms import FORMS
 
 Schema = dict[str, Any]
 
@@ -98,9 +99,11 @@ class DescribedApi(FastAPI):
                         each["security"] = [{name: []} for name in _SCHEMES]  # Swagger UI then asks for it
                     each["responses"].pop("422", None)  # FastAPI's own guess: errors of a query are 400 here
                     each["responses"] |= _errors((*OF_ALL, 401) if has_key else OF_ALL)
+                    failed = [int(status) for status in each["responses"] if status >= "400"]
                     if is_anthropic(path):
-                        failed = [int(status) for status in each["responses"] if status >= "400"]
                         each["responses"] |= _errors(failed, _ANTHROPIC_ERROR)
+                    elif path in FORMS:
+                        each["responses"] |= _errors(failed, _one_of([_ERROR, _schema_of(FORMS[path])]))
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
             self.openapi_schema = schema

@@ -24,8 +24,6 @@ _TEXT_ONLY = "is not supported: this server generates text"
 _NO_FLUSH = "is not supported: cached prefixes are evicted by need; another cache_salt shares none of them"
 
 PEERS = {
-    "/generate": "POST /v1/completions",
-    "/generate_stream": 'POST /v1/completions with "stream": true',
     "/v1/generate": "POST /v1/completions",
     "/invocations": "POST /v1/chat/completions",
     "/inference/v1/generate": "POST /v1/completions",
@@ -33,18 +31,10 @@ PEERS = {
     "/api/chat": "POST /v1/chat/completions",
     "/api/tags": "GET /v1/models",
     "/api/version": "GET /version",
-    "/load_lora_adapter": "POST /v1/load_lora_adapter",
-    "/unload_lora_adapter": "POST /v1/unload_lora_adapter",
     "/v1/loras": "GET /v1/adapters",
-    "/get_model_info": "GET /v1/models",
-    "/model_info": "GET /v1/models",
-    "/info": "GET /v1/models",
     "/v1/engines": "GET /v1/models",
-    "/get_server_info": "GET /version",
-    "/server_info": "GET /version",
     "/get_load": "GET /metrics",
     "/load": "GET /metrics",
-    "/health_generate": "GET /health",
     "/healthz": "GET /health",
     "/livez": "GET /health",
     "/readyz": "GET /health",

@@ -129,3 +129,21 @@ def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     else:
         status = 200 if needs.num_prompt_tokens >= 0 else 500
     assert 200 <= status < 500
+
+
+def test_what_sglangs_and_loraxs_bodies_name() -> None:
+    assert read(lora_path="sql", text="x" * 398).adapter == "sql"
+    assert read(parameters={"adapter_id": "sql"}, inputs="x" * 398).adapter == "sql"
+    assert read(lora_path="sql", text="x" * 398).num_prompt_tokens == 100
+    assert read(parameters={}, inputs="x" * 398).num_prompt_tokens == 100
+    assert read(input_ids=[1, 2, 3]).num_prompt_tokens == 3
+    for none in (
+        {},
+        {"adapter_id": None},
+        {"adapter_id": ""},
+        {"adapter_id": "__base_model__"},
+        7,
+        "x",
+        ["adapter_id"],
+    ):
+        assert read(parameters=none, inputs="hi").adapter is None

@@ -350,6 +350,28 @@ async def test_a_replica_that_falls_silent_is_given_up() -> None:
         assert (found.status_code, found.json()["error"]["code"]) == (502, "replica_lost")
 
 
+async def test_sglangs_and_loraxs_clients_have_their_routes() -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        body = {"lora_name": "new", "lora_path": "/adapters/new"}
+        loaded = await front.client.post("/load_lora_adapter", json=body)
+        assert (loaded.status_code, loaded.json()["success"]) == (200, True), loaded.text
+        for replica in (a, b):
+            assert "new" in replica.engine.registry.names()
+        sglang = await front.client.post("/generate", json={"text": "hi", "lora_path": "new"})
+        assert sglang.json()["text"] == "[new] hi"
+        for path in ("/generate", "/generate_stream", "/"):
+            lorax = await front.client.post(path, json={"inputs": "hi", "parameters": {"adapter_id": "new"}})
+            assert lorax.headers["x-adapter-id"] == "new"
+            assert "[new] hi" in lorax.text
+        for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/info"):
+            assert (await front.client.get(path)).status_code == 200
+        assert (await front.client.get("/health_generate")).status_code == 200
+        gone = await front.client.post("/unload_lora_adapter", json={"lora_name": "new"})
+        assert gone.status_code == 200
+        for replica in (a, b):
+            assert "new" not in replica.engine.registry.names()
+
+
 # --------------------------------------------------------------------------------------------- forms of other servers
 
 MESSAGES: dict[str, Any] = {"model": "sql", "max_tokens": 6, "messages": [{"role": "user", "content": "hi"}]}

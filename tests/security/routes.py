@@ -9,6 +9,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from loraplex.server.auth import OPEN_PATHS
+from loraplex.server.pages import PAGE_PATHS
+
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 
@@ -24,6 +27,11 @@ class FoundRoute:
     @property
     def url(self) -> str:
         return re.sub(r"\{[^}]*\}", "sql", self.path)
+
+
+def is_open(route: FoundRoute) -> bool:
+    """Whether it needs no key: a probe, or a page that is read."""
+    return route.path in OPEN_PATHS or (route.path in PAGE_PATHS and route.methods <= {"GET", "HEAD"})
 
 
 def routes_of(app: FastAPI) -> list[FoundRoute]:

@@ -11,17 +11,25 @@ import pytest
 
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.access import Access, declared_access
-from loraplex.server.auth import OPEN_PATHS
-from loraplex.server.pages import PAGE_PATHS
 from loraplex.tenants.records import Role
 from loraplex.testing import FakeAsyncEngine
-from tests.security.routes import FoundRoute, routes_of
+from tests.security.routes import FoundRoute, is_open, routes_of
 from tests.security.tenancy import Tenancy, bearer, tenancy
 from tests.server.conftest import client_of
 
 ROUTES = {
     "POST /v1/completions": Access.KEY,
     "POST /v1/chat/completions": Access.KEY,
+    "POST /generate": Access.KEY,
+    "POST /generate_stream": Access.KEY,
+    "POST /": Access.KEY,
+    "POST /load_lora_adapter": Access.OWN_LOADING,
+    "POST /unload_lora_adapter": Access.OWN_LOADING,
+    "GET /model_info": Access.READ,
+    "GET /get_model_info": Access.READ,
+    "GET /server_info": Access.READ,
+    "GET /get_server_info": Access.READ,
+    "GET /info": Access.READ,
     "POST /v1/responses": Access.KEY,
     "POST /v1/messages": Access.KEY,
     "POST /v1/messages/count_tokens": Access.KEY,
@@ -84,7 +92,7 @@ FOUND = [
     (method, route)
     for route in routes_of(create_app(FakeAsyncEngine(), ServerConfig()))
     for method in sorted(route.methods)
-    if route.path not in OPEN_PATHS | PAGE_PATHS
+    if not is_open(route)
 ]
 
 

@@ -133,6 +133,11 @@ async def test_a_second_tenant_does_not_use_what_the_first_one_loaded(server: Te
         for name in ("mine", "beta/mine", "mine@1", "beta/mine@1", "base:mine", "base:beta/mine", "acme/mine"):
             assert (await completed(client, name)).status_code == 404, name
             assert (await completed(client, "base", lora_path=name)).status_code == 404, name
+            for path in ("/generate", "/generate_stream", "/"):
+                named = await client.post(path, json={"inputs": "hi", "parameters": {"adapter_id": name}})
+                assert (named.status_code, named.json()["error_type"]) == (404, "not_found"), named.text
+            named = await client.post("/generate", json={"text": "hi", "lora_path": name})
+            assert named.status_code == 404
         for path in ("/srv/beta/mine", "srv/beta/mine"):
             assert (await completed(client, path)).status_code == 404
         assert len(server.engine.requests) == num_requests, "nothing reached the engine"
@@ -184,6 +189,14 @@ def requests_about(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", "/v1/completions", {**completion, "model": "base", "prompt": ["a", "b"], "lora_path": [None, name]}),
         ("POST", "/v1/chat/completions", {**chat, "model": name}),
         ("POST", "/v1/chat/completions", {**chat, "model": name, "stream": True}),
+        ("POST", "/generate", {"text": "hi", "lora_path": name}),
+        ("POST", "/generate", {"text": ["a", "b"], "lora_path": [None, name]}),
+        ("POST", "/generate", {"inputs": "hi", "parameters": {"adapter_id": name}}),
+        ("POST", "/generate_stream", {"inputs": "hi", "parameters": {"adapter_id": name}}),
+        ("POST", "/", {"inputs": "hi", "parameters": {"merged_adapters": {"ids": [name, "sql"], "weights": [1, 1]}}}),
+        ("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": "/srv/beta/x"}),
+        ("POST", "/unload_lora_adapter", {"lora_name": name}),
+        ("POST", "/unload_lora_adapter", {"lora_name": f"{name}@1"}),
         ("POST", "/tokenize", {"model": name, "prompt": "hi"}),
         ("POST", "/detokenize", {"model": name, "tokens": [1]}),
         ("GET", f"/v1/models/{name}", None),
