@@ -132,7 +132,8 @@ class ServerContext:
             if form.kind == "grammar":
                 self.check_grammars_allowed(field)
             with as_field(field):
-                await self.grammars.run(client, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
+                if not self.engine.check_known_grammar(form):  # one that is known waits for no other's
+                    await self.grammars.run(client, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
 
     def check_grammars_allowed(self, field: str) -> None:
         """Raises InvalidRequestError, which names the field."""

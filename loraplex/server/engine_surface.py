@@ -140,6 +140,10 @@ class EngineSurface(Protocol):
         """The adapters of a request whose prompts are yet to be encoded. Raises AdapterNotFoundError."""
         ...
 
+    def check_known_grammar(self, wanted: StructuredOutputsParams) -> bool:
+        """`check_grammar` at once; False where it would take time."""
+        ...
+
     def check_grammar(self, wanted: StructuredOutputsParams) -> None:
         """Raises InvalidRequestError for a form that outputs cannot have. In a thread: it takes up to seconds."""
         ...

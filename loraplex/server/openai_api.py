@@ -125,13 +125,19 @@ class OpenAIRoutes:
         return await self.answer_completion(request, body, CompletionRenderer, "cmpl-", arrived_s)
 
     async def answer_completion(
-        self, request: Request, body: CompletionRequest, answer: CompletionAnswer, prefix: str, arrived_s: float
+        self,
+        request: Request,
+        body: CompletionRequest,
+        answer: CompletionAnswer,
+        prefix: str,
+        arrived_s: float,
+        source: str | None = None,
     ) -> Response:
-        """As `answer_chat`, of prompts."""
+        """As `answer_chat`, of prompts. source: as in `ModelNames.resolve`."""
         context = self._context
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
-        adapters = await self._adapters_of(request, body, num_prompts)
+        adapters = await self._adapters_of(request, body, num_prompts, source)
         client = client_of(request)
         hide_targets(request, context.names, adapters)
         async with context.targets(adapters, client) as targets:
@@ -233,15 +239,17 @@ class OpenAIRoutes:
                 param="prompt" if n == 1 else "n",
             )
 
-    async def _adapters_of(self, request: Request, body: CompletionRequest, num_prompts: int) -> list[AdapterChoice]:
+    async def _adapters_of(
+        self, request: Request, body: CompletionRequest, num_prompts: int, source: str | None
+    ) -> list[AdapterChoice]:
         """The adapter or mix of each prompt. With a list in `lora_path`, null is what `model` says."""
         names = self._context.names
         if not isinstance(body.lora_path, list):
-            return [await names.resolve(request, body.model, body.lora_path, body.mix)] * num_prompts
+            return [await names.resolve(request, body.model, body.lora_path, body.mix, source)] * num_prompts
         if len(body.lora_path) != num_prompts:
             raise ApiError(f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts", param="lora_path")
         model = body.model or names.served[0]
-        return [await names.resolve(request, model, path, body.mix) for path in body.lora_path]
+        return [await names.resolve(request, model, path, body.mix, source) for path in body.lora_path]
 
     def _generation(
         self,

@@ -262,6 +262,14 @@ class GrammarCompiler:
         with suppress(InvalidRequestError):
             self._tokens()
 
+    def check_known(self, params: StructuredOutputsParams) -> bool:
+        """`check` at once; False where it is not compiled."""
+        known = self._compiled.get(params.digest)
+        if known is None or not known.done():
+            return False
+        self.check(params)
+        return True
+
     def check(self, params: StructuredOutputsParams) -> None:
         """Raises InvalidRequestError with the reason why outputs cannot have this form."""
         self.compile(params)

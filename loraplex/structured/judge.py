@@ -59,16 +59,25 @@ class FormJudge:
         with suppress(LoraplexError):
             self.check(StructuredOutputsParams(json_object=True))
 
+    def check_known(self, params: StructuredOutputsParams) -> bool:
+        """At once. False: there is no verdict. Raises InvalidRequestError as `check`."""
+        with self._lock:
+            if params.digest not in self._verdicts:
+                return False
+            self._verdicts.move_to_end(params.digest)
+            reason = self._verdicts[params.digest]
+        if reason is not None:
+            raise InvalidRequestError(reason, param="structured_outputs")
+        return True
+
     def check(self, params: StructuredOutputsParams) -> None:
         """Raises InvalidRequestError with the reason why outputs cannot have this form, and what is no verdict:
         EngineOverloadedError, EngineTimeoutError."""
-        with self._lock:
-            is_known, reason = params.digest in self._verdicts, self._verdicts.get(params.digest)
-        if not is_known:
-            reason = self._verdict(params)
+        if self.check_known(params):
+            return
+        reason = self._verdict(params)
         with self._lock:
             self._verdicts[params.digest] = reason
-            self._verdicts.move_to_end(params.digest)
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         if reason is not None:

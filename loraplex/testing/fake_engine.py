@@ -350,6 +350,9 @@ class FakeAsyncEngine(AdapterVerbs):
         if run is not None:
             self._end(run, RequestAbortedError(f"request {request_id!r} was aborted"))
 
+    def check_known_grammar(self, wanted: StructuredOutputsParams) -> bool:
+        return self._grammars.check_known(wanted)
+
     def check_grammar(self, wanted: StructuredOutputsParams) -> None:
         """Compiled for its own vocabulary; what it says has that form only if its reply has."""
         self._grammars.check(wanted)

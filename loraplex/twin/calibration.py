@@ -14,6 +14,7 @@ import msgspec
 
 from loraplex.errors import ConfigError
 from loraplex.kernels.slices import align
+from loraplex.twin.files import read_bounded
 from loraplex.twin.step_model import FEATURES, StepModel
 
 FORMAT = 2
@@ -90,11 +91,7 @@ class Calibration:
     def read(cls, path: Path) -> Calibration:
         """Raises ConfigError for a file that is none."""
         try:
-            with path.open("rb") as file:
-                data = file.read(MAX_FILE_BYTES + 1)
-            if len(data) > MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            found = json.loads(data)
+            found = json.loads(read_bounded(path, MAX_FILE_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"calibration {str(path)!r} cannot be read: {error}; `loraplex calibrate` makes one"

@@ -12,9 +12,13 @@ import numpy as np
 
 from loraplex.config import setting
 from loraplex.errors import ConfigError
+from loraplex.twin.files import read_bounded
 
 MAX_REQUESTS = 20_000_000
 MAX_TOKENS = 1 << 20
+MAX_TRACE_BYTES = 1 << 28
+"""Some three million requests."""
+
 MAX_DIGITS = 7
 MAX_ADAPTERS = 100_000_000
 
@@ -151,8 +155,8 @@ class Arrivals(Sequence[Arrival]):
     def read(cls, path: Path) -> Arrivals:
         """Raises ConfigError, naming the line, for a file that is no trace."""
         try:
-            lines = path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = read_bounded(path, MAX_TRACE_BYTES).decode().splitlines()
+        except (OSError, ValueError) as error:
             raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from error
         numbers: dict[str, int] = {}
         rows = []

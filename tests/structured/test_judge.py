@@ -82,6 +82,22 @@ def test_equal_forms_are_judged_once_and_verdicts_are_bounded(
     judge.close()
 
 
+def test_a_known_verdict_is_told_at_once(questions: list[Any]) -> None:
+    """Two clients' costly forms kept both processes, and a third one's known form waited for them."""
+    judge, good, bad = FormJudge(), StructuredOutputsParams(choice=["x"]), StructuredOutputsParams(regex="(a")
+    assert not judge.check_known(good)
+    assert not judge.check_known(bad)
+    assert not questions
+    judge.check(good)
+    with pytest.raises(InvalidRequestError):
+        judge.check(bad)
+    assert judge.check_known(good)
+    with pytest.raises(InvalidRequestError):
+        judge.check_known(bad)
+    assert len(questions) == 2
+    judge.close()
+
+
 def test_what_takes_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """18 KB of a regular expression took 530 MB; nothing within today's bounds is known to take 32 MiB."""
     sizes = iter([2**20, 2**20 + MAX_GROWTH_BYTES, 2**20, 2**20 + 2 * MAX_GROWTH_BYTES])

@@ -28,7 +28,7 @@ from loraplex.server.wires.completion_fields import OpenEndedCompletion, complet
 BASE_MODEL = "__base_model__"
 """LoRAX's name for no adapter."""
 
-LOCAL_SOURCES = (None, "", "local")
+NAME_ALONE = (None, "", "local")
 
 
 class LoraxResponseFormat(RequestModel):
@@ -100,10 +100,13 @@ class LoraxParameters(RequestModel):
         if self.adapter_id and self.merged_adapters is not None:
             text = "one request names adapters twice: send adapter_id or merged_adapters"
             raise ApiError(text, param="merged_adapters")
-        if self.adapter_source not in LOCAL_SOURCES:
-            text = f"adapter_source={shown(self.adapter_source)}: a request loads nothing from there; register the "
-            raise unsupported("adapter_source", f"{text}adapter, leave adapter_source out, and name it in adapter_id")
         return self
+
+    @property
+    def source(self) -> str | None:
+        """Which of the operator's sources has the adapter; None: its name says it."""
+        is_base = self.adapter_id in (None, "", BASE_MODEL) and self.merged_adapters is None
+        return None if is_base or self.adapter_source in NAME_ALONE else self.adapter_source
 
     @property
     def is_greedy(self) -> bool:

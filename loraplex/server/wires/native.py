@@ -198,10 +198,16 @@ class NativeRoutes:
             body.check_stream(is_stream)
             answer = LoraxAnswer.of(body, arrived_s, names.served[0], self._context.engine.model_info.backend, is_list)
             completion = self._with_model(body.completion.model_copy(update={"stream": is_stream}))
+            source = body.parameters.source
             del body
             with in_words_of(LoraxGenerateRequest.names):
                 answered = await self._prompts.answer_completion(
-                    request, completion, lambda _, generation: answer.of_generation(generation, scope), "", arrived_s
+                    request,
+                    completion,
+                    lambda _, generation: answer.of_generation(generation, scope),
+                    "",
+                    arrived_s,
+                    source,
                 )
         except LoraplexError as error:
             clean_error(error, request)

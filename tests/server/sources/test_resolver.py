@@ -100,6 +100,19 @@ async def test_the_first_request_loads_it(opener: Opener, root: Path) -> None:
         assert (card["origin"], card["path"]) == ("source:dir", str(root / "sql"))
 
 
+async def test_loraxs_adapter_source_names_it(opener: Opener, root: Path) -> None:
+    """By its name or its kind; what SGLang's `lora_path` says is a name as in `model`."""
+    async with serving(opener, f"other={root / 'chat'}", f"dir={root}") as (client, _):
+        for source, adapter, path in (("dir", "sql", "/generate"), ("dir", "code", "/generate_stream")):
+            body = {"inputs": "x", "parameters": {"adapter_id": adapter, "adapter_source": source, "max_new_tokens": 2}}
+            assert (await client.post(path, json=body)).status_code == 200
+        body = {"text": "x", "lora_path": "dir/chat", "sampling_params": {"max_new_tokens": 2}}
+        assert (await client.post("/generate", json=body)).status_code == 200
+        assert await listed(client) == ["dir/sql", "dir/code", "dir/chat"]
+        body = {"inputs": "x", "parameters": {"adapter_id": "sql", "adapter_source": "s3"}}
+        assert (await client.post("/generate", json=body)).status_code == 400
+
+
 @pytest.mark.parametrize("name", ["missing", "../sql", "/etc", "dir/../sql", "other/sql", "sql@2", "sql/", "ﬁ"])
 async def test_what_no_source_has_is_404_and_registers_nothing(opener: Opener, root: Path, name: str) -> None:
     async with serving(opener, f"dir={root}") as (client, _):

@@ -174,8 +174,8 @@ async def test_a_mix_of_adapters(client: httpx.AsyncClient) -> None:
         ({"typical_p": 0.5}, "typical_p"),
         ({"watermark": True}, "watermark"),
         ({"apply_chat_template": True}, "apply_chat_template"),
-        ({"adapter_source": "hub"}, "adapter_source"),
-        ({"adapter_source": "s3", "adapter_id": "sql"}, "adapter_source"),
+        ({"adapter_source": "hub", "adapter_id": "sql"}, "adapter_source"),
+        ({"adapter_source": "s3", "merged_adapters": {"ids": ["sql"], "weights": [1]}}, "adapter_source"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": 5000}, "max_new_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -233,6 +233,7 @@ async def test_values_that_ask_for_nothing_are_fine(client: httpx.AsyncClient) -
             await generate(client, **{name: value})
     for source in (None, "", "local"):
         await generate(client, adapter_id="sql", adapter_source=source)
+    await generate(client, adapter_source="hub")  # what LoRAX's client sends for the base model
 
 
 async def test_a_token_for_a_source_is_taken_and_used_for_nothing(
