@@ -287,12 +287,7 @@ class ServerSettings:
                     f"on_bad_adapter must be one of {ON_BAD_ADAPTER}, got {self.on_bad_adapter!r}",
                 ),
                 (self.max_merge_bytes >= 2**20, f"max_merge_bytes must be >= {2**20}, got {self.max_merge_bytes}"),
-                (self.max_upload_bytes >= 1024, f"max_upload_bytes must be >= 1024, got {self.max_upload_bytes}"),
-                (
-                    self.max_stored_upload_bytes >= self.max_upload_bytes,
-                    f"max_stored_upload_bytes must be >= max_upload_bytes ({self.max_upload_bytes}), "
-                    f"got {self.max_stored_upload_bytes}",
-                ),
+                *self._upload_checks(),
                 *self._parser_checks(),
                 *self._state_checks(),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
@@ -301,6 +296,16 @@ class ServerSettings:
                 *self._observability_checks(),
             ]
         )
+
+    def _upload_checks(self) -> list[tuple[bool, str]]:
+        return [
+            (self.max_upload_bytes >= 1024, f"max_upload_bytes must be >= 1024, got {self.max_upload_bytes}"),
+            (
+                self.max_stored_upload_bytes >= self.max_upload_bytes,
+                f"max_stored_upload_bytes must be >= max_upload_bytes ({self.max_upload_bytes}), "
+                f"got {self.max_stored_upload_bytes}",
+            ),
+        ]
 
     @property
     def upload_limits(self) -> UploadLimits:
