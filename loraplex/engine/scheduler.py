@@ -348,6 +348,8 @@ class Scheduler:
             num_taken = self._seats_for(state.request.mix)
             if num_taken > num_seats and self._running and state.request.mix not in blocked:
                 break  # first come, first served
+            if not budget.fit(state.num_unscheduled_tokens):
+                break  # an adapter is used by what runs
             try:
                 waits_for = self._acquire_adapter(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
@@ -361,10 +363,8 @@ class Scheduler:
             num_seats -= num_taken
 
     def _seats_for(self, mix: tuple[MixPart, ...]) -> int:
-        """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters.
-
-        A mix runs alone where there are not so many.
-        """
+        """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters, and
+        runs alone where there are not so many."""
         return len(mix) if mix and mix not in self._mixes else 1
 
     @property

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.api_error import ApiError, error_response
+from loraplex.server.auth import KEY_HEADER
 from loraplex.server.body import RAW_TYPE, check_media_type, media_type_of
 from loraplex.server.config import ServerConfig
 
@@ -121,9 +122,9 @@ def _is_raw(method: str, path: str, headers: Headers) -> bool:
 
 
 def _is_upload(method: str, path: str, headers: Headers) -> bool:
-    """A form of files. A page of another site can send one, but neither of these headers with it."""
+    """A form of files. A page of another site can send one, but none of these headers with it."""
     is_form = (method, path) == ("POST", "/v1/adapters") and media_type_of(headers) == "multipart/form-data"
-    return is_form and ("authorization" in headers or "x-requested-with" in headers)
+    return is_form and any(name in headers for name in ("authorization", KEY_HEADER, "x-requested-with"))
 
 
 def _has_body(headers: Headers) -> bool:

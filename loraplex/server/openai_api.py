@@ -121,8 +121,9 @@ class OpenAIRoutes:
         arrived_s = time.monotonic()
         # before any work: while the engine starts again, failing requests must cost little
         self._context.engine.check_can_serve()
-        body = await self._context.bodies.read(request, CompletionRequest)
-        return await self.answer_completion(request, body, CompletionRenderer, "cmpl-", arrived_s)
+        return await self.answer_completion(  # no name here keeps the body while it waits
+            request, await self._context.bodies.read(request, CompletionRequest), CompletionRenderer, "cmpl-", arrived_s
+        )
 
     async def answer_completion(
         self,

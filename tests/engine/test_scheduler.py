@@ -480,6 +480,30 @@ class TestGrammars:
         assert harness.reason("fails") is FinishReason.ERROR
         assert len(harness.tokens("waits")) == len(harness.tokens("breaks")) == 4
 
+    def test_an_adapter_is_asked_for_when_its_request_can_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the tokens of prompts were used up, the head of the queue was one use of its adapter in every step."""
+        harness, asked = Harness(num_blocks=512, tokens=64), []
+        try_acquire = harness.residency.try_acquire
+        monkeypatch.setattr(harness.residency, "try_acquire", lambda each: (asked.append(each), try_acquire(each))[1])
+        chat = Claim("chat", itl_target_ms=1)
+        harness.add("chat", length=4, max_tokens=400, claim=chat)
+        for _ in range(3):  # too slow for the target: fewer tokens of prompts in a step
+            harness.now_s += 1
+            harness.step()
+        harness.add("long", length=2000, max_tokens=2, claim=Claim("b"))
+        harness.step()
+        harness.add("short", length=20, adapter=7, max_tokens=2, claim=Claim("c"))
+        for _ in range(20):
+            harness.now_s += 1
+            harness.step()
+        assert not asked
+        for _ in range(500):
+            harness.now_s += 1
+            if not harness.scheduler.has_unfinished:
+                break
+            harness.step()
+        assert asked == [7]
+
 
 class TestPreemption:
     def test_the_newest_gives_way_when_kv_runs_out_and_resumes(self) -> None:

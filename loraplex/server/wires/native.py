@@ -132,16 +132,23 @@ class NativeRoutes:
             clean_error(error, request)
             return lorax_error(error)
         if isinstance(body, LoraxGenerateRequest):
-            return await self._lorax(request, body, arrived_s, is_stream=False)
-        assert isinstance(body, SGLangGenerateRequest)
-        return await self._sglang(request, body, arrived_s)
+            answering = self._lorax(request, body, arrived_s, is_stream=False)
+        else:
+            assert isinstance(body, SGLangGenerateRequest)
+            answering = self._sglang(request, body, arrived_s)
+        del body  # no name keeps it while it waits
+        return await answering
 
     @requires(Access.KEY)
     async def generate_stream(self, request: Request) -> Response:
         """Continue a prompt, an event for each token, as in LoRAX."""
         arrived_s = self._begin()
         body = await self._lorax_body(request)
-        return body if isinstance(body, Response) else await self._lorax(request, body, arrived_s, is_stream=True)
+        if isinstance(body, Response):
+            return body
+        answering = self._lorax(request, body, arrived_s, is_stream=True)
+        del body
+        return await answering
 
     @requires(Access.KEY)
     async def generate_either(self, request: Request) -> Response:
@@ -150,7 +157,9 @@ class NativeRoutes:
         body = await self._lorax_body(request)
         if isinstance(body, Response):
             return body
-        return await self._lorax(request, body, arrived_s, is_stream=body.stream, is_list=True)
+        answering = self._lorax(request, body, arrived_s, is_stream=body.stream, is_list=True)
+        del body
+        return await answering
 
     def _begin(self) -> float:
         arrived_s = time.monotonic()
@@ -168,15 +177,16 @@ class NativeRoutes:
     async def _sglang(self, request: Request, body: SGLangGenerateRequest, arrived_s: float) -> Response:
         wish, names = SGLangWish.of(body), body.names
         completion = await self._with_grammar(request, body)
-        del body
+        answering = self._prompts.answer_completion(
+            request,
+            self._with_model(completion),
+            lambda _, generation: SGLangRenderer(wish, generation),
+            "",
+            arrived_s,
+        )
+        del body, completion
         with in_words_of(names):
-            return await self._prompts.answer_completion(
-                request,
-                self._with_model(completion),
-                lambda _, generation: SGLangRenderer(wish, generation),
-                "",
-                arrived_s,
-            )
+            return await answering
 
     async def _with_grammar(self, request: Request, body: SGLangGenerateRequest) -> CompletionRequest:
         ebnf = body.sampling_params.ebnf
@@ -198,17 +208,17 @@ class NativeRoutes:
             body.check_stream(is_stream)
             answer = LoraxAnswer.of(body, arrived_s, names.served[0], self._context.engine.model_info.backend, is_list)
             completion = self._with_model(body.completion.model_copy(update={"stream": is_stream}))
-            source = body.parameters.source
-            del body
+            answering = self._prompts.answer_completion(
+                request,
+                completion,
+                lambda _, generation: answer.of_generation(generation, scope),
+                "",
+                arrived_s,
+                body.parameters.source,
+            )
+            del body, completion
             with in_words_of(LoraxGenerateRequest.names):
-                answered = await self._prompts.answer_completion(
-                    request,
-                    completion,
-                    lambda _, generation: answer.of_generation(generation, scope),
-                    "",
-                    arrived_s,
-                    source,
-                )
+                answered = await answering
         except LoraplexError as error:
             clean_error(error, request)
             return lorax_error(error)

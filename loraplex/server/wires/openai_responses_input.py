@@ -40,6 +40,10 @@ NAMES = {
 """Of the chat route's fields, what they are called here."""
 
 
+MAX_LOGPROBS_SENT = 2**14
+"""Of an answer that a client sends back, which nothing reads."""
+
+
 class TextPart(RequestModel):
     """A text of a message, of a function's output, or of thoughts."""
 
@@ -47,7 +51,7 @@ class TextPart(RequestModel):
     text: str
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": ([],), "prompt_cache_breakpoint": ()}
-    logprobs: list[FreeObject] | None = None
+    logprobs: Annotated[list[FreeObject], Field(max_length=MAX_LOGPROBS_SENT, fail_fast=True)] | None = None
 
     @model_validator(mode="before")
     @classmethod
