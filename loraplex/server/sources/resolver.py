@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -71,6 +73,7 @@ class AdapterResolver:
         self._clock = clock
         self._turns = VerbTurns("loads by need", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._threads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="source")
+        self._evicting = threading.Lock()
         self._num_loading = 0
         self._loads: dict[str, asyncio.Future[None]] = {}
         self._refused: OrderedDict[str, tuple[float, dict[str, Any] | None]] = OrderedDict()
@@ -172,36 +175,37 @@ class AdapterResolver:
 
     def _make_room(self, registry: LoRARegistry, table: TenantTable) -> None:
         """For the loads that run. Raises AdapterNoRoomError."""
-        loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
-        num_over = len(loaded) + self._num_loading - self._max_names
-        if most is not None:
-            num_over = max(num_over, len(registry.registered()) + self._num_loading - most)
-        counts = Counter(table.owner_of(each.name) for each in loaded)
-        latest = time.time() - JUST_USED_S
-        idle = [each.name for each in loaded if each.is_idle and each.last_used_time < latest]
-        for _ in range(min(num_over, len(idle))):
-            largest = max((table.owner_of(each) for each in idle), key=lambda owner: counts[owner])
-            name = next(each for each in idle if table.owner_of(each) == largest)
-            idle.remove(name)
-            counts[largest] -= 1
-            self._unload(registry, name)
-            num_over -= 1
+        with self._evicting:
+            loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
+            num_over = len(loaded) + self._num_loading - self._max_names
+            if most is not None:
+                num_over = max(num_over, len(registry.registered()) + self._num_loading - most)
+            counts = Counter(table.owner_of(each.name) for each in loaded)
+            latest = time.time() - JUST_USED_S
+            idle = [each.name for each in loaded if each.is_idle and each.last_used_time < latest]
+            while num_over > 0 and idle:
+                largest = max((table.owner_of(each) for each in idle), key=lambda owner: counts[owner])
+                name = next(each for each in idle if table.owner_of(each) == largest)
+                idle.remove(name)
+                counts[largest] -= 1
+                num_over -= self._unload(registry, name, latest)
         if num_over > 0:
             text = f"{len(loaded)} adapters that came from sources are loaded, and all are in use; try again later"
             raise AdapterNoRoomError(text)
 
     def _evict_one(self, registry: LoRARegistry, prefix: str) -> bool:
         """Of a tenant; False where none of its names is idle."""
-        names = (each.name for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix))
-        name = next(names, None)
-        if name is not None:
-            self._unload(registry, name)
-        return name is not None
+        with self._evicting:
+            names = [each.name for each in registry.loaded_from(ORIGIN) if each.is_idle]
+            return any(self._unload(registry, each, math.inf) for each in names if each.startswith(prefix))
 
     @staticmethod
-    def _unload(registry: LoRARegistry, name: str) -> None:
-        _log.info("adapter %.200r, which came from a source, is unloaded for another one", name)
-        registry.unload(name)
+    def _unload(registry: LoRARegistry, name: str, latest: float) -> bool:
+        """Unless a request or a verb took it since the list was made. Whether it is gone."""
+        if not registry.unload_idle(name, ORIGIN, latest):
+            return not registry.is_registered(name)
+        _log.info("adapter %.200r, which came from a source, was unloaded for another one", name)
+        return True
 
 
 async def _shielded(load: asyncio.Future[None]) -> None:

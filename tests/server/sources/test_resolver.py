@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,49 @@ async def test_the_tenant_with_most_names_loses_one(
             assert (await ask(client, name, acme)).status_code == 200
         assert await listed(client, beta) == ["sql"]
         assert len(await listed(client, acme)) == 3
+
+
+@pytest.mark.parametrize("is_by_limit", [False, True])
+async def test_a_name_that_was_to_make_room_is_gone_or_pinned_meanwhile(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, is_by_limit: bool
+) -> None:
+    """Its absence was another client's 404, with its name in it."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    settings: dict[str, Any] = {"limits": Limits(adapters=1)} if is_by_limit else {"max_sourced_adapters": 1}
+    async with tenants(tmp_path, opener, f"dir={root}", **settings) as (client, made):
+        owner, registry = "acme" if is_by_limit else "beta", made.app.state.context.engine.registry
+        look, after_looks = registry.loaded_from, list[Callable[[], Any]]()
+
+        def look_early(origin: str) -> Any:
+            found = look(origin)
+            if after_looks:
+                after_looks.pop(0)()
+            return found
+
+        monkeypatch.setattr(registry, "loaded_from", look_early)
+        assert (await ask(client, "bad", made.keys[owner])).status_code == 200
+        for verb, status in ((registry.pin, 429 if is_by_limit else 503), (registry.unload, 200)):
+            after_looks += [lambda: None] * is_by_limit + [partial(verb, f"{owner}/bad")]
+            answer = await ask(client, "sql", made.keys["acme"])
+            assert (answer.status_code, "bad" in answer.text) == (status, False), answer.text
+            if verb == registry.pin:
+                assert registry.unpin(f"{owner}/bad")
+
+
+async def test_loads_that_make_room_at_the_same_time(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    async with tenants(tmp_path, opener, f"dir={root}", max_sourced_adapters=4) as (client, made):
+        keys = [made.keys["acme"], made.keys["beta"]]
+        for name in ("bad", "dir/bad"):
+            assert [(await ask(client, name, key)).status_code for key in keys] == [200, 200]
+        opener.gate.clear()
+        asking = [asyncio.ensure_future(ask(client, name, key)) for name in ("sql", "chat") for key in keys]
+        while len(opener.paths) < 8:
+            await asyncio.sleep(0.001)
+        opener.gate.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
 
 
 async def test_a_read_only_key_loads_nothing(tmp_path: Path, root: Path, opener: Opener) -> None:
