@@ -79,7 +79,8 @@ class AdapterResolver:
         self._refused: OrderedDict[str, tuple[float, dict[str, Any] | None]] = OrderedDict()
 
     async def load(self, request: Request, name: str) -> None:
-        """Register what a source has under a name as the caller wrote it; nothing where none has it.
+        """Register what a source has under a name as the caller wrote it; nothing where none has it, or where it is
+        registered already, also to something that does not answer.
 
         Raises what the load raises, and ApiError where too many run. The body of the request must have been read.
         """
@@ -88,6 +89,8 @@ class AdapterResolver:
         registered, tenant = scope.own(written), scope.tenant or ""
         found = self.sources.split(written, tenant)
         if found is None or split_address(written) is not None or scope.table.owner_of(registered) != tenant:
+            return
+        if self._engine.registry is not None and self._engine.registry.is_registered(registered):
             return
         load = self._loads.get(registered)
         if load is None:

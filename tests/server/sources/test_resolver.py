@@ -341,6 +341,22 @@ async def test_the_tenant_with_most_names_loses_one(
         assert len(await listed(client, acme)) == 3
 
 
+async def test_a_name_whose_switch_leads_nowhere_is_looked_up_in_no_source(
+    tmp_path: Path, root: Path, opener: Opener
+) -> None:
+    """The load's error named the operator's adapter that it had been switched to."""
+    async with tenants(tmp_path, opener, f"dir={root}") as (client, made):
+        acme, registry = made.keys["acme"], made.app.state.context.engine.registry
+        assert (await ask(client, "sql", acme)).status_code == 200
+        registry.load("secret-project", "/srv/secret")
+        registry.switch("acme/sql", "secret-project")
+        registry.unload("secret-project")
+        opener.paths.clear()
+        answer = await ask(client, "sql", acme)
+        assert (answer.status_code, "secret" in answer.text) == (404, False), answer.text
+        assert opener.paths == []
+
+
 @pytest.mark.parametrize("is_by_limit", [False, True])
 async def test_a_name_that_was_to_make_room_is_gone_or_pinned_meanwhile(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, is_by_limit: bool
