@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -154,9 +153,10 @@ class AdapterResolver:
             while check_size is not None:
                 try:
                     return check_size(nbytes)
-                except TenantLimitError:
-                    if self._engine.registry is None or not self._evict_one(self._engine.registry, prefix):
+                except TenantLimitError as error:
+                    if self._engine.registry is None:
                         raise
+                    self._evict_one(self._engine.registry, prefix, error)
 
         while True:
             await self._engine.on_registry(self._make_room, scope.table)
@@ -171,10 +171,9 @@ class AdapterResolver:
                     )
                 return
             except TenantLimitError as error:
-                if error.limit not in ("adapters", "adapter_bytes") or not await self._engine.on_registry(
-                    self._evict_one, prefix
-                ):
+                if error.limit not in ("adapters", "adapter_bytes"):
                     raise
+                await self._engine.on_registry(self._evict_one, prefix, error)
 
     def _make_room(self, registry: LoRARegistry, table: TenantTable) -> None:
         """For the loads that run. Raises AdapterNoRoomError."""
@@ -196,11 +195,17 @@ class AdapterResolver:
             text = f"{len(loaded)} adapters that came from sources are loaded, and all are in use; try again later"
             raise AdapterNoRoomError(text)
 
-    def _evict_one(self, registry: LoRARegistry, prefix: str) -> bool:
-        """Of a tenant; False where none of its names is idle."""
+    def _evict_one(self, registry: LoRARegistry, prefix: str, error: TenantLimitError) -> None:
+        """Of a tenant at its limit. Raises the error where none of its names may leave now."""
+        latest = time.time() - JUST_USED_S
         with self._evicting:
             names = [each.name for each in registry.loaded_from(ORIGIN) if each.is_idle]
-            return any(self._unload(registry, each, math.inf) for each in names if each.startswith(prefix))
+            idle = [each for each in names if each.startswith(prefix)]
+            if any(self._unload(registry, each, latest) for each in idle):
+                return
+        if idle:
+            error.retry_after_s = JUST_USED_S
+        raise error
 
     @staticmethod
     def _unload(registry: LoRARegistry, name: str, latest: float) -> bool:

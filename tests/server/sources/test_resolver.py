@@ -299,6 +299,7 @@ async def test_a_tenants_source_is_as_if_it_were_not_there(tmp_path: Path, root:
 async def test_a_tenants_quota_counts_and_its_own_names_leave_for_it(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapters=2)) as (client, made):
         acme, beta = made.keys["acme"], made.keys["beta"]
         assert (await ask(client, "bad", beta)).status_code == 200
@@ -317,7 +318,25 @@ async def test_a_tenants_quota_counts_and_its_own_names_leave_for_it(
         assert (refused.status_code, "may have 2" in refused.text) == (429, True)
 
 
-async def test_bytes_of_a_tenant(tmp_path: Path, root: Path, opener: Opener) -> None:
+@pytest.mark.parametrize("limits", [Limits(adapters=1), Limits(adapter_bytes=1024), Limits(adapter_bytes=1025)], ids=str)
+async def test_a_name_that_a_request_is_about_to_take_makes_no_room(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    """The parts of a mix unloaded one another, and it was 404. Now it is 429, and worth another try soon."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 30.0)
+    async with tenants(tmp_path, opener, f"dir={root}", limits=limits) as (client, made):
+        acme = made.keys["acme"]
+        for _ in range(2):
+            mix = await ask(client, "base", acme, merged_adapters={"ids": ["sql", "chat"], "weights": [1, 1]})
+            assert (mix.status_code, mix.json()["error"]["code"]) == (429, "tenant_limit"), mix.text
+            assert mix.headers["Retry-After"] == "30"
+        assert await listed(client, acme) == ["sql"]
+
+
+async def test_bytes_of_a_tenant(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapter_bytes=2048)) as (client, made):
         acme = made.keys["acme"]
         for name in ("sql", "chat", "code"):
