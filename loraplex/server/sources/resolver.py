@@ -16,7 +16,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import suppress
+from functools import partial
 
 from fastapi import Request
 
@@ -25,11 +26,11 @@ from loraplex.adapters.registry.adapter_name import split_address
 from loraplex.adapters.sources.named import ORIGIN, NamedSource, NamedSources
 from loraplex.errors import (
     AdapterConflictError,
-    AdapterError,
     AdapterLoadError,
     AdapterNoRoomError,
     AdapterPathNotFoundError,
     AdapterTooLargeError,
+    LoraplexError,
     TenantLimitError,
     error_from_payload,
     shortened,
@@ -75,7 +76,7 @@ class AdapterResolver:
         self._evicting = threading.Lock()
         self._num_loading = 0
         self._loads: dict[str, asyncio.Future[None]] = {}
-        self._refused: OrderedDict[str, tuple[float, dict[str, Any] | None]] = OrderedDict()
+        self._refused: OrderedDict[str, tuple[float, Callable[[], LoraplexError] | None]] = OrderedDict()
 
     async def load(self, request: Request, name: str) -> None:
         """Register what a source has under a name as the caller wrote it; nothing where none has it, or where it is
@@ -112,11 +113,18 @@ class AdapterResolver:
             self._refused.pop(registered, None)
             return False
         if error is not None:
-            raise error_from_payload(error)
+            raise error()
         return True
 
-    def _note_refused(self, registered: str, error: AdapterError | None) -> None:
-        self._refused[registered] = self._clock() + REFUSED_S, None if error is None else error.to_payload()
+    def _note_refused(self, registered: str, error: LoraplexError | None) -> None:
+        """error: what to raise meanwhile; None: nothing is there."""
+        known_s = REFUSED_S
+        again: Callable[[], LoraplexError] | None
+        again = None if error is None else partial(error_from_payload, error.to_payload())
+        if isinstance(error, TenantLimitError):
+            known_s = min(known_s, error.retry_after_s)
+            again = partial(TenantLimitError, error.message, error.retry_after_s, error.limit)
+        self._refused[registered] = self._clock() + known_s, again
         self._refused.move_to_end(registered)
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
@@ -147,16 +155,23 @@ class AdapterResolver:
     async def _load_with_room(self, request: Request, registered: str, path: str, origin: str) -> None:
         scope = caller_of(request).scope
         prefix = f"{scope.tenant}/" if scope.tenant else ""
+        is_opened = False
 
-        def checked(check_size: Callable[[int], None] | None, nbytes: int) -> None:
-            """A tenant's own names make room for the bytes of this one."""
-            while check_size is not None:
+        def checked(check_size: Callable[[int], None], nbytes: int) -> None:
+            """A tenant's own names make room for the bytes of this one, if those of all that may leave are enough."""
+            nonlocal is_opened
+            is_opened, registry = True, self._engine.registry
+            while True:
                 try:
                     return check_size(nbytes)
                 except TenantLimitError as error:
-                    if self._engine.registry is None:
+                    if registry is None:
                         raise
-                    self._evict_one(self._engine.registry, prefix, error)
+                    with suppress(TenantLimitError):
+                        check_size(nbytes - _bytes_of_idle(registry, prefix))
+                        self._evict_one(registry, prefix, error)
+                        continue
+                    raise
 
         while True:
             await self._engine.on_registry(self._make_room, scope.table)
@@ -167,11 +182,13 @@ class AdapterResolver:
                         registered,
                         path,
                         origin=origin,
-                        check_size=None if check_size is None else lambda nbytes: checked(check_size, nbytes),
+                        check_size=None if check_size is None else partial(checked, check_size),
                     )
                 return
             except TenantLimitError as error:
-                if error.limit not in ("adapters", "adapter_bytes"):
+                if is_opened:
+                    self._note_refused(registered, error)
+                if is_opened or error.limit not in ("adapters", "adapter_bytes"):
                     raise
                 await self._engine.on_registry(self._evict_one, prefix, error)
 
@@ -199,8 +216,7 @@ class AdapterResolver:
         """Of a tenant at its limit. Raises the error where none of its names may leave now."""
         latest = time.time() - JUST_USED_S
         with self._evicting:
-            names = [each.name for each in registry.loaded_from(ORIGIN) if each.is_idle]
-            idle = [each for each in names if each.startswith(prefix)]
+            idle = _idle_names(registry, prefix)
             if any(self._unload(registry, each, latest) for each in idle):
                 return
         if idle:
@@ -214,6 +230,17 @@ class AdapterResolver:
             return not registry.is_registered(name)
         _log.info("adapter %.200r, which came from a source, was unloaded for another one", name)
         return True
+
+
+def _idle_names(registry: LoRARegistry, prefix: str) -> list[str]:
+    """Of a tenant those that came by need and that nothing uses, the least recently used first."""
+    return [each.name for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix)]
+
+
+def _bytes_of_idle(registry: LoRARegistry, prefix: str) -> int:
+    """Of the files of all their versions."""
+    idle = set(_idle_names(registry, prefix))
+    return sum(spec.nbytes for spec in registry.specs() if spec.adapter_name in idle)
 
 
 async def _shielded(load: asyncio.Future[None]) -> None:

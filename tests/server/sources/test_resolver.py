@@ -318,7 +318,7 @@ async def test_a_tenants_quota_counts_and_its_own_names_leave_for_it(
         assert (refused.status_code, "may have 2" in refused.text) == (429, True)
 
 
-@pytest.mark.parametrize("limits", [Limits(adapters=1), Limits(adapter_bytes=1024), Limits(adapter_bytes=1025)], ids=str)
+@pytest.mark.parametrize("limits", [Limits(adapters=1), Limits(adapter_bytes=1024), Limits(adapter_bytes=1025)])
 async def test_a_name_that_a_request_is_about_to_take_makes_no_room(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
@@ -333,9 +333,7 @@ async def test_a_name_that_a_request_is_about_to_take_makes_no_room(
         assert await listed(client, acme) == ["sql"]
 
 
-async def test_bytes_of_a_tenant(
-    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bytes_of_a_tenant(tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapter_bytes=2048)) as (client, made):
         acme = made.keys["acme"]
@@ -345,6 +343,26 @@ async def test_bytes_of_a_tenant(
         opener.nbytes = 4096
         refused = await ask(client, "bad", acme)
         assert (refused.status_code, "adapter_bytes" in refused.text or "bytes" in refused.text) == (429, True)
+
+
+async def test_what_can_never_fit_unloads_nothing_and_is_opened_once(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One such request emptied the tenant's names, and each one opened the files again."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapter_bytes=3000)) as (client, made):
+        acme = made.keys["acme"]
+        for name in ("sql", "chat"):
+            assert (await ask(client, name, acme)).status_code == 200
+        opener.nbytes = 3001
+        answers = [await ask(client, "code", acme) for _ in range(3)]
+        assert [(each.status_code, each.headers["Retry-After"]) for each in answers] == [(429, "60")] * 3
+        assert len({each.text for each in answers}) == 1
+        assert await listed(client, acme) == ["sql", "chat"]
+        assert opener.paths.count(str(root / "code")) == 1
+        opener.nbytes = 3000
+        assert (await ask(client, "bad", acme)).status_code == 200
+        assert await listed(client, acme) == ["bad"]
 
 
 async def test_the_tenant_with_most_names_loses_one(
