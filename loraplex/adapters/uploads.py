@@ -92,12 +92,13 @@ class UploadStore:
         return self._folder is not None and Path(path).parent == self._folder
 
     def sweep(self, used: Iterable[str]) -> None:
-        """Remove what an earlier process left, but for these directories, and count those."""
+        """Remove what an earlier process left, but for these directories, and count those. The state directory may have
+        been called by another path then."""
         if self._folder is None or not self._folder.is_dir():
             return
-        kept = set(map(Path, used))
+        kept = {Path(each).name for each in used}
         for path in self._folder.iterdir():
-            if path in kept and path.is_dir():
+            if path.name in kept and path.is_dir() and not path.is_symlink():
                 with self._lock:
                     self._sizes[path] = sum(each.stat().st_size for each in path.iterdir())
             elif path.is_symlink() or not path.is_dir():

@@ -190,7 +190,7 @@ class EngineCore:
             return None
         if self.grammars is None:
             raise InvalidRequestError("this engine compiles no grammars", param="structured_outputs")
-        client = request.claim.tenant, request.cache_salt
+        client = request.claim.tenant or request.cache_salt  # clients choose a part of the salt
         return self.grammars.start(wanted, request.eos_token_ids, request.output_token_ids, client)
 
     def _vocab_size_of(self, adapter_id: int | None) -> int | None:

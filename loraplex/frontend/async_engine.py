@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
+NUM_VERB_THREADS = 160  # made when needed; nearly all of them wait, for a fetch or for one another
 NUM_VIEW_THREADS = 2
 VIEWS = frozenset({LoRARegistry.describe, LoRARegistry.list_adapters})
 
@@ -225,7 +225,7 @@ class AsyncEngine(AdapterVerbs):
             fetched = await asyncio.to_thread(_with_fetched_adapter, fetched, fetched.merge_adapter)
         journal = await asyncio.to_thread(open_journal, config, state_dir, database)
         engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision, runners)
-        uploads = UploadStore(None if state_dir is None else Path(state_dir).absolute() / FOLDER_NAME, upload_limits)
+        uploads = UploadStore(None if state_dir is None else Path(state_dir).resolve() / FOLDER_NAME, upload_limits)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
             await asyncio.gather(engine._runners.start(), importing)

@@ -17,6 +17,7 @@ from loraplex.core import AdapterChoice
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.making import AdapterMaker
 from loraplex.processes.bounded import NUM_PROCESSES
+from loraplex.server.api_error import ApiError
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
@@ -134,6 +135,12 @@ class ServerContext:
             with as_field(field):
                 if not self.engine.check_known_grammar(form):  # one that is known waits for no other's
                     await self.grammars.run(client, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
+
+    def check_takes_uploads(self) -> None:
+        """Raises ApiError where anybody could send an adapter."""
+        if not (self.keys.has_keys or self.config.is_loopback):
+            text = "this server takes no uploads: it can be reached from other machines, and has no keys"
+            raise ApiError(text, status=403, kind="permission_error", code="uploads_need_keys")
 
     def check_grammars_allowed(self, field: str) -> None:
         """Raises InvalidRequestError, which names the field."""

@@ -84,6 +84,7 @@ class TensorRoute:
         if registry is None:
             what = f"adapter {clipped(name)!r} was to be changed"
             raise lora_is_off(what, bool(self._context.config.merged_into))
+        self._context.check_takes_uploads()
         updates = self._engine.updates
         updates.check_can_update(registry)
         check_encoding(request.headers)

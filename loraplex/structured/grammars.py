@@ -16,11 +16,12 @@ import json
 import re
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 2000,
-    "max_lexer_states": 8192,
+    "max_lexer_states": 16_384,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
 }
@@ -99,9 +100,11 @@ class GrammarState:
         eos_token_ids: Sequence[int],
         client: Hashable = None,
         clock: Callable[[], float] = time.thread_time,
+        on_error: Callable[[], None] = lambda: None,
     ) -> None:
-        """clock: processor seconds of the thread that asks."""
+        """clock: processor seconds of the thread that asks. on_error: called when no mask can be made any more."""
         self.client = client
+        self._on_error = on_error
         self._future = matcher
         self._clock = clock
         self._eos_token_ids = tuple(eos_token_ids)
@@ -114,6 +117,10 @@ class GrammarState:
         """Whether it is compiled. Raises InvalidRequestError for what cannot be."""
         return self._future.done() and self._future.result() is not None
 
+    def cancel(self) -> None:
+        """Nothing waits for it: it is not compiled, unless that has begun."""
+        self._future.cancel()
+
     def commit(self, token_id: int) -> None:
         """The token is part of the output."""
         matcher = self._future.result()
@@ -125,6 +132,8 @@ class GrammarState:
                 self.error = _wrong(f"a token did not fit: {matcher.get_error()}")
             else:
                 self.is_complete = matcher.is_stopped()
+        if self.error is not None:
+            self._on_error()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -159,6 +168,7 @@ class GrammarState:
                     text = "it takes too long to find the tokens that may follow: make it simpler"
                     self.error = _wrong(text)
         if self.error is not None:
+            self._on_error()
             words[:] = 0
             return words
         bits = words.view(np.uint32)
@@ -243,7 +253,9 @@ class GrammarCompiler:
     def __init__(self, open_tokenizer: Callable[[], GrammarTokenizer | None], vocab_size: int) -> None:
         self._open_tokenizer = open_tokenizer
         self.vocab_size = vocab_size
-        self._compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Hashable, bytes], Future[Any]] = OrderedDict()
+        self._turns: dict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._num_compiling = 0
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Any = None
@@ -264,7 +276,7 @@ class GrammarCompiler:
 
     def check_known(self, params: StructuredOutputsParams) -> bool:
         """`check` at once; False where it is not compiled."""
-        known = self._compiled.get(params.digest)
+        known = self._compiled.get((None, params.digest))
         if known is None or not known.done():
             return False
         self.check(params)
@@ -274,32 +286,38 @@ class GrammarCompiler:
         """Raises InvalidRequestError with the reason why outputs cannot have this form."""
         self.compile(params)
 
-    def compile(self, params: StructuredOutputsParams) -> Any:
-        """The matcher at its beginning; not to be changed. Equal ones are compiled once, by the first that asks."""
+    def compile(self, params: StructuredOutputsParams, client: Hashable = None) -> Any:
+        """The matcher at its beginning; not to be changed. Equal ones of a client are compiled once, by the first that
+        asks. Copies share an automaton that grows with what they match, up to a limit, so two clients share none."""
+        key = client, params.digest
         with self._lock:
-            known, mine = self._compiled.get(params.digest), Future[Any]()
+            known, mine = self._compiled.get(key), Future[Any]()
             if known is None:
-                self._compiled[params.digest] = mine
+                self._compiled[key] = mine
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             else:
-                self._compiled.move_to_end(params.digest)
+                self._compiled.move_to_end(key)
         if known is None:
-            mine.set_result(self._outcome(params))
+            mine.set_result(self._outcome(params, key))
         outcome = (known or mine).result()
         if isinstance(outcome, _Refusal):
             raise InvalidRequestError(outcome.message, param="structured_outputs")
         return outcome
 
-    def _outcome(self, params: StructuredOutputsParams) -> Any:
+    def _forget(self, key: tuple[Hashable, bytes]) -> None:
+        """What could not go on may be full: the next request has it compiled once more."""
+        with self._lock:
+            self._compiled.pop(key, None)
+
+    def _outcome(self, params: StructuredOutputsParams, key: tuple[Hashable, bytes]) -> Any:
         """A matcher or a `_Refusal`."""
         try:
             return compile_grammar(params, self._tokens())
         except InvalidRequestError as error:
             return _Refusal(error.message)
         except BaseException as error:  # a panic of the library's is no Exception; those of the process are no verdict
-            with self._lock:
-                self._compiled.pop(params.digest, None)
+            self._forget(key)
             return _Refusal(_wrong(f"the grammar cannot be compiled: {type(error).__name__}").message)
 
     def _tokens(self) -> Any:
@@ -323,14 +341,41 @@ class GrammarCompiler:
         client: Hashable = None,
     ) -> GrammarState:
         """Of a client's request, which may have some output already. It is ready when a thread has compiled it."""
-        future = self._threads.submit(self._advanced, params, tuple(output_token_ids))
+        future: Future[Any] = Future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
-        return GrammarState(future, eos_token_ids, client)
+        with self._lock:
+            work = partial(self._advanced, params, tuple(output_token_ids), client)
+            self._turns.setdefault(client, deque()).append((future, work))
+        self._begin_next(0)
+        on_error = partial(self._forget, (client, params.digest))
+        return GrammarState(future, eos_token_ids, client, on_error=on_error)
 
-    def _advanced(self, params: StructuredOutputsParams, output_token_ids: tuple[int, ...]) -> Any:
+    def _begin_next(self, num_ended: int) -> None:
+        """One of each client's in turn, as many at a time as there are threads."""
+        with self._lock:
+            self._num_compiling -= num_ended
+            while self._turns and self._num_compiling < NUM_COMPILE_THREADS:
+                client = next(iter(self._turns))
+                queue = self._turns.pop(client)
+                future, work = queue.popleft()
+                if queue:
+                    self._turns[client] = queue  # behind all others
+                if future.set_running_or_notify_cancel():
+                    self._num_compiling += 1
+                    self._threads.submit(self._run, future, work)
+
+    def _run(self, future: Future[Any], work: Callable[[], Any]) -> None:
         try:
-            matcher = self.compile(params).deep_copy()
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            self._begin_next(1)
+
+    def _advanced(self, params: StructuredOutputsParams, output_token_ids: tuple[int, ...], client: Hashable) -> Any:
+        try:
+            matcher = self.compile(params, client).deep_copy()
             for begin in range(0, len(output_token_ids), TOKENS_AT_ONCE):
                 if not matcher.consume_tokens(list(output_token_ids[begin : begin + TOKENS_AT_ONCE])):
                     raise _wrong(f"the output so far did not fit: {matcher.get_error()}")

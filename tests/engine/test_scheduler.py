@@ -84,7 +84,11 @@ class FakeGrammar:
         self.is_compiled = is_compiled
         self.error: InvalidRequestError | None = None
         self.is_complete = False
+        self.is_cancelled = False
         self.num_looks = 0
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
 
     def is_ready(self) -> bool:
         self.num_looks += 1
@@ -416,14 +420,26 @@ class TestGrammars:
         assert len(harness.tokens("plain")) == 4
 
     def test_one_that_is_compiled_is_aborted_like_any_other(self) -> None:
-        harness = Harness()
-        harness.add("form", adapter=1, grammar=FakeGrammar())
-        harness.add("other", adapter=2, grammar=FakeGrammar())
+        harness, grammars = Harness(), [FakeGrammar(), FakeGrammar()]
+        harness.add("form", adapter=1, grammar=grammars[0])
+        harness.add("other", adapter=2, grammar=grammars[1])
         harness.step()
         assert harness.scheduler.adapters_of(RequestStatus.WAITING) == {1, 2}
         harness._take(harness.scheduler.abort_adapter(1))
         assert harness.scheduler.abort("other") is not None
         assert not harness.scheduler.has_unfinished
+        assert all(grammar.is_cancelled for grammar in grammars)
+
+    def test_one_that_is_compiled_behind_many_others_is_found(self) -> None:
+        harness, grammar = Harness(), FakeGrammar(is_compiled=True)
+        for number in range(3 * NUM_LOOKS):
+            harness.add(f"form{number}", grammar=FakeGrammar())
+        harness.add("last", grammar=grammar)
+        for _ in range(8):
+            harness.step()
+        assert len(harness.tokens("last")) == 4
+        for number in range(3 * NUM_LOOKS):
+            harness.scheduler.abort(f"form{number}")
 
     def test_a_step_looks_at_few_that_are_not_compiled_and_takes_no_seat_for_them(self) -> None:
         """The seat of another tenant would be empty in every second step."""

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from loraplex import StructuredOutputsParams
+from loraplex import SamplingParams, StructuredOutputsParams
+from loraplex.core import Claim
 from loraplex.demo.tasks import adapter_path
 from loraplex.errors import InvalidRequestError
 from loraplex.structured.grammars import GrammarState, StepMasks, Words
 from tests.engine.driver import Driver
 from tests.frontend.processes import BASE
+from tests.frontend.test_messages import REQUEST
 
 PROMPT = tuple(range(20, 40))
 SCHEMA = {
@@ -232,3 +234,24 @@ def test_an_engine_refuses_what_no_front_has_checked(driver: Driver) -> None:
     driver.finish(200)
     assert "Unimplemented keys" in driver.errors.pop(bad).message
     assert replace(COMPACT).digest == COMPACT.digest
+
+
+def test_a_client_is_one_however_many_salts_it_sends(driver: Driver) -> None:
+    """Else its masks come before those of every other client."""
+    grammars = driver.engine.grammars
+    assert grammars is not None
+    claims = [("acme", "1"), ("acme", "2"), ("", "key-1"), ("", "key-2")]
+    states = [
+        driver.engine._grammar_of(
+            replace(
+                REQUEST,
+                sampling_params=SamplingParams(structured_outputs=COMPACT),
+                claim=Claim(tenant),
+                cache_salt=salt,
+            )
+        )
+        for tenant, salt in claims
+    ]
+    assert [state and state.client for state in states] == ["acme", "acme", "key-1", "key-2"]
+    while grammars.is_busy:
+        grammars.wait(60)

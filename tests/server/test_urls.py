@@ -54,7 +54,12 @@ async def test_each_route_of_a_peer_has_a_hint(app: FastAPI, client: httpx.Async
 
 @pytest.mark.parametrize(
     "path",
-    [*sorted(NOT_HERE.keys() - {"/v1/responses"}), "/v1/responses/resp_1", "/v1/audio/speech", "/v1/files/file-1/content"],
+    [
+        *sorted(NOT_HERE.keys() - {"/v1/responses"}),
+        "/v1/responses/resp_1",
+        "/v1/audio/speech",
+        "/v1/files/file-1/content",
+    ],
 )
 async def test_what_is_not_here_is_said(client: httpx.AsyncClient, path: str) -> None:
     for method in ("GET", "POST"):

@@ -318,6 +318,69 @@ def test_without_memory_for_a_mask_its_request_ends(compiler: GrammarCompiler, p
     assert "MemoryError" in str(state.error)
 
 
+def test_grammars_are_compiled_of_clients_in_turn_and_not_for_those_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred aborted requests of one client held another one's up for 14 s."""
+    begun: list[str] = []
+    may, both = threading.Event(), threading.Barrier(3)
+    compile_grammar = grammars.compile_grammar
+
+    def noted(params: StructuredOutputsParams, tokens: Any) -> Any:
+        assert params.choice is not None
+        begun.append(params.choice[0])
+        if len(begun) <= grammars.NUM_COMPILE_THREADS:
+            both.wait(60)
+            assert may.wait(60)
+        return compile_grammar(params, tokens)
+
+    monkeypatch.setattr(grammars, "compile_grammar", noted)
+    compiler = GrammarCompiler(Bytes, VOCAB_SIZE)
+    names = ["a0", "a1", "a2", "a3", "a4", "b0", "b1", "c0"]
+    states = [compiler.start(StructuredOutputsParams(choice=[name]), (EOS,), client=name[0]) for name in names]
+    both.wait(60)
+    for name in ("a2", "a4", "a0"):
+        states[names.index(name)].cancel()
+    may.set()
+    while compiler.is_busy:
+        compiler.wait(60)
+    assert set(begun[:2]) == {"a0", "a1"}
+    assert sorted(begun[2:]) == ["a3", "b0", "b1", "c0"]
+    assert begun.index("c0") < begun.index("b1"), "in turn"
+    assert states[0].is_ready(), "what has begun is compiled"
+    compiler.close()
+
+
+def test_a_full_automaton_is_its_clients_loss_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a compiled grammar share it: one output ended all that had the same form, and all that came later."""
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 100)
+    compiler = GrammarCompiler(Bytes, VOCAB_SIZE)
+
+    def error_after(client: str, text: str) -> str:
+        state = compiler.start(StructuredOutputsParams(regex="x{200}"), (EOS,), client=client)
+        while compiler.is_busy:
+            compiler.wait(60)
+        assert state.is_ready()
+        for token_id in ids_of(text):
+            state.fill(VOCAB_SIZE)
+            if state.error is None:
+                state.commit(token_id)
+        return str(state.error)
+
+    assert error_after("b", "x") == "None"
+    assert "too many states" in error_after("a", 190 * "x")
+    assert error_after("b", "xxx") == error_after("c", "xxx") == "None"
+    assert error_after("a", "xxx") == "None", "compiled once more"
+    compiler.close()
+
+
+def test_an_ordinary_long_text_fits(compiler: GrammarCompiler) -> None:
+    """8,192 states of an automaton were full after 890 characters."""
+    state = started(compiler, json={"type": "object", "properties": {"text": {"type": "string", "maxLength": 1500}}})
+    for token_id in ids_of('{"text": "' + "ordinary words " * 95):
+        state.fill(VOCAB_SIZE)
+        state.commit(token_id)
+        assert state.error is None
+
+
 def test_a_mask_is_kept_until_the_next_token(compiler: GrammarCompiler) -> None:
     state = started(compiler, regex="[ab]c")
     first = state.fill(VOCAB_SIZE)

@@ -32,8 +32,8 @@ Rank = tuple[int, int]
 ContentKey = int | tuple[MixPart, ...] | None
 
 MAX_A_STEP = 256
-NUM_LOOKS = 8
-"""At grammars that are not compiled, in a step: threads take them in order, a few at a time."""
+NUM_LOOKS = 64
+"""At grammars that are not compiled, in a step. The next looks at others: those of clients are compiled in turn."""
 
 URGENT_SHARE = 0.5
 """Of its target to the first token, after which a waiting request is urgent."""
@@ -425,8 +425,11 @@ class CompilingRequests:
         self._states[state] = None
 
     def discard(self, state: RequestState) -> bool:
-        """Whether it was here."""
-        return self._states.pop(state, state) is None
+        """Whether it was here. Its grammar is not compiled then, unless that has begun."""
+        was_here = self._states.pop(state, state) is None
+        if was_here and state.grammar is not None:
+            state.grammar.cancel()
+        return was_here
 
     def take(self) -> Iterator[tuple[RequestState, InvalidRequestError | None]]:
         """Those whose grammar is there, which leave, and those whose grammar cannot be, which stay, with the reason."""
@@ -438,10 +441,12 @@ class CompilingRequests:
             except InvalidRequestError as error:
                 yield state, error
                 continue
+            del self._states[state]
             if is_ready:
-                del self._states[state]
                 yield state, None
-            elif (num_looks := num_looks + 1) == NUM_LOOKS:
+                continue
+            self._states[state] = None
+            if (num_looks := num_looks + 1) == NUM_LOOKS:
                 return
 
 

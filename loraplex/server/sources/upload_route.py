@@ -85,9 +85,7 @@ class UploadRoute:
         registry = self._engine.registry
         if registry is None:
             raise lora_is_off("an adapter was to be uploaded", bool(self._context.config.merged_into))
-        if not (self._context.keys.has_keys or self._context.config.is_loopback):
-            text = "this server takes no uploads: it can be reached from other machines, and has no keys"
-            raise ApiError(text, status=403, kind="permission_error", code="uploads_need_keys")
+        self._context.check_takes_uploads()
         updates = self._engine.updates
         updates.check_can_update(registry)
         check_encoding(request.headers)

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 
 from loraplex.core import CompletionOutput, FinishReason
 from loraplex.server.access import Access, StrictRoute, requires
-from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.off_loop import client_of
 from loraplex.server.openai_api import ChatAnswer, OpenAIRoutes
@@ -100,7 +99,7 @@ class MessagesRoutes:
         context, client = self._context, client_of(request)
         with renamed(NAMES):
             chat = (await context.bodies.read(request, CountTokensRequest)).chat
-            adapter = context.names.choice_of(chat.model, chat.lora_path, chat.mix, caller_of(request).scope)
+            adapter = await context.names.resolve(request, chat.model, chat.lora_path, chat.mix)
             hide_targets(request, context.names, [adapter])
             held = context.engine.hold_adapters(adapter)
             held.close()  # the text stays, and no version answers

@@ -97,6 +97,7 @@ class _Said:
     num_tokens: int = 0
     num_chars: int = 0
     num_again: int = 0
+    num_events: int = 0
     is_finished: bool = False
     tokens: list[Entry] = field(default_factory=list)
     tops: list[list[Entry] | None] = field(default_factory=list)
@@ -112,6 +113,7 @@ class _Said:
     def note(self, completion: CompletionOutput) -> None:
         self.num_tokens, self.num_chars = len(completion.token_ids), completion.num_chars
         self.num_again += self.num_tokens
+        self.num_events += 1
         self.is_finished = completion.finish_reason is not None
 
 
@@ -129,7 +131,7 @@ class SGLangRenderer:
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         room = AnswerRoom()
         replies = [
-            self._reply(index, output, each, _Said(), room)
+            self._reply(index, output, each, _Said(), room, is_first=True)
             for index, output in enumerate(outputs)
             for each in output.outputs
         ]
@@ -145,8 +147,9 @@ class SGLangRenderer:
             index = prompt_index * self._wish.n + each.index
             said = self._said.setdefault(index, _Said())
             if said.is_due(each):
+                is_first = not said.num_events
                 said.note(each)
-                reply = self._reply(prompt_index, output, each, said, AnswerRoom())
+                reply = self._reply(prompt_index, output, each, said, AnswerRoom(), is_first)
                 yield sse(encode(msgspec.structs.replace(reply, index=index) if self._wish.is_batch else reply))
 
     def last_chunk(self) -> bytes:
@@ -156,15 +159,22 @@ class SGLangRenderer:
         return sse(error_reply(error))
 
     def _reply(
-        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, said: _Said, room: AnswerRoom
+        self,
+        prompt_index: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        said: _Said,
+        room: AnswerRoom,
+        is_first: bool,
     ) -> GenerateReply:
+        """is_first: of its completion. The prompt's ids are in no later event."""
         wish = self._wish
         token_ids = [] if wish.is_empty else list(completion.token_ids)
         return GenerateReply(
             text="" if wish.is_empty else written_text(completion.text_from(0), room),
             output_ids=token_ids,
             meta_info=self._meta_info(prompt_index, output, completion, said, room),
-            prompt_token_ids=list(output.prompt_token_ids) if wish.has_prompt_ids else UNSET,
+            prompt_token_ids=list(output.prompt_token_ids) if wish.has_prompt_ids and is_first else UNSET,
         )
 
     def _meta_info(
@@ -216,7 +226,9 @@ class SGLangRenderer:
         start, prompt_tops = self._wish.logprob_start_len, []
         if start >= 0 and output.prompt_logprobs is not None:
             ids, scored = output.prompt_token_ids[start:], output.prompt_logprobs[start:]
-            scored = (None, *scored[1:])  # as SGLang has it: of the first that it was asked for there is none
+            scored = (
+                (None, *scored[1:]) if scored else ()
+            )  # as SGLang has it: of the first that it was asked for there is none
             told["input_token_logprobs"] = [entries.chosen(*each) for each in zip(ids, scored, strict=True)]
             prompt_tops = [None if each is None else entries.top(each) for each in scored]
         if self._wish.num_top:

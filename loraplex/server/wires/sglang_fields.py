@@ -46,6 +46,7 @@ NAMES = {
     "prompt_logprobs": "logprob_start_len",
     "include_stop_str_in_output": "no_stop_trim",
     "request_id": "rid",
+    "return_token_ids": "return_prompt_token_ids",
 }
 """Of fields of a completion, what SGLang calls them."""
 
@@ -235,7 +236,7 @@ class SGLangGenerateRequest(RequestModel):
         if ebnf is not None and (len(ebnf.encode()) > MAX_EBNF_BYTES or ebnf.count("\n") >= MAX_EBNF_LINES):
             text = f"ebnf has more than {MAX_EBNF_BYTES} bytes or {MAX_EBNF_LINES} lines"
             raise ApiError(text, param="ebnf")
-        assert self.completion.prompt, "made here, where the body is checked: a schema may be long"
+        assert self.completion is not None, "made here, where the body is checked: a schema may be long"
         return self
 
     @property
@@ -276,6 +277,7 @@ class SGLangGenerateRequest(RequestModel):
             "logprobs": top,
             "prompt_logprobs": top if self.wants_prompt_logprobs else None,
             "stream": self.stream,
+            "return_token_ids": self.return_prompt_token_ids,
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "request_id": self.rid if isinstance(self.rid, str) else None,

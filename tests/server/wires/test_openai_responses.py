@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from loraplex import StructuredOutputsParams
 from loraplex.errors import EngineDeadError, EngineOverloadedError
 from loraplex.server import ServerConfig, create_app
+from loraplex.server.wires import openai_responses_input
 from loraplex.server.wires.openai_responses_input import MAX_SAID_BACK_BYTES, ResponsesRequest
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer
 from tests.server.conftest import client_of
@@ -263,6 +264,17 @@ async def test_long_fields_are_not_said_back(client: httpx.AsyncClient, engine: 
     tool = {**SUB, "description": "x" * MAX_SAID_BACK_BYTES}
     body = ResponsesRequest.model_validate({"model": "base", "input": "", "instructions": "x" * 2**17, "tools": [tool]})
     assert [bytes(body.said_back[name]) for name in ("instructions", "tools")] == [b"null", b"[]"]
+
+
+def test_whether_a_field_is_said_back_is_told_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32,000 empty lists in a tool's parameters took 100 ms to write, only to be left out."""
+    written: list[Any] = []
+    monkeypatch.setattr(openai_responses_input, "_sent", written.append)
+    tool = {**SUB, "parameters": {"a": [[] for _ in range(MAX_SAID_BACK_BYTES)]}}
+    body = {"model": "base", "input": "", "tools": [tool], "tool_choice": "none"}
+    said = ResponsesRequest.model_validate(body).said_back
+    assert bytes(said["tools"]) == b"[]"
+    assert not written
 
 
 IMAGE = {"type": "input_image", "image_url": "data:,"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -151,6 +152,29 @@ async def test_log_probabilities(client: httpx.AsyncClient) -> None:
 async def test_the_prompt_is_given_back_where_it_is_asked_for(client: httpx.AsyncClient) -> None:
     answer = await generate(client, input_ids=IDS, return_prompt_token_ids=True)
     assert answer["prompt_token_ids"] == IDS
+    body = {"input_ids": IDS, "return_prompt_token_ids": True, "stream": True, "sampling_params": {"n": 2}}
+    async with client.stream("POST", "/generate", json=body) as streamed:
+        lines = [line.removeprefix("data: ") async for line in streamed.aiter_lines() if line.startswith("data: {")]
+    assert sum("prompt_token_ids" in line for line in lines) == 2 < len(lines), "once of each completion"
+
+
+async def test_a_prompt_is_given_back_so_often_and_no_more(engine: FakeAsyncEngine) -> None:
+    """As with `return_token_ids` of a completion: 64 times 30,000 ids held the server up."""
+    engine.model_info = replace(engine.model_info, max_model_len=2**15)
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        body = {"input_ids": IDS * 10_000, "return_prompt_token_ids": True, "sampling_params": {"n": 64}}
+        refused = await client.post("/generate", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_prompt_token_ids")
+
+
+async def test_log_probabilities_from_behind_the_prompt_are_none(client: httpx.AsyncClient) -> None:
+    for start in (len(IDS), len(IDS) + 48):
+        answer = await generate(client, input_ids=IDS, return_logprob=True, logprob_start_len=start)
+        assert answer["meta_info"]["input_token_logprobs"] == []
+
+
+async def test_an_empty_text_is_a_prompt(client: httpx.AsyncClient) -> None:
+    assert (await generate(client, text=""))["meta_info"]["prompt_tokens"] == 1
 
 
 async def test_sampling_parameters_reach_the_engine(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
@@ -192,7 +216,6 @@ async def test_sampling_parameters_reach_the_engine(client: httpx.AsyncClient, e
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [[]]}, "input_ids"),
         ({"input_ids": [10**6]}, "input_ids"),
-        ({"text": ""}, None),
         ({"text": ["a", "b"], "lora_path": ["sql"]}, "lora_path"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "rid": "a b"}, "rid"),
