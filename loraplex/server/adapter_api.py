@@ -47,6 +47,7 @@ from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
+from loraplex.server.sources.resolver import MAX_LOADS as MAX_LOADS_BY_NEED
 from loraplex.server.sources.upload_route import FORM_TYPE, UploadRoute
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
@@ -66,7 +67,7 @@ MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 96, 64
 """At a time. They read files, and may hang with a file system; all other verbs have places of their own."""
 
 MAX_VERBS, MAX_VERBS_OF_A_CLIENT = 32, 24
-assert MAX_LOADS + MAX_VERBS <= NUM_VERB_THREADS
+assert MAX_LOADS + MAX_LOADS_BY_NEED + MAX_VERBS <= NUM_VERB_THREADS
 
 
 class UnloadQuery(BaseModel):

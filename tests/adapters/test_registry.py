@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -609,6 +610,29 @@ def test_a_switched_adapter_that_is_unloaded_in_use_is_dropped_not_evicted(bench
 
 
 # -------------------------------------------------------------------------------------------- pins, tiers and the views
+
+
+def test_only_what_is_idle_is_unloaded_for_another(bench: Bench) -> None:
+    registry = bench.registry
+    registry.load("sql", "/sql", origin="source:dir")
+    registry.load("own", "/own", origin="client")
+    registry.load("new", "/new", origin="client")
+    assert [each.name for each in registry.loaded_from("source:")] == ["sql"]
+    registry.pin("sql")
+    assert not registry.unload_idle("sql", "source:", math.inf)
+    registry.unpin("sql")
+    ref = registry.hold("sql")
+    assert not registry.unload_idle("sql", "source:", math.inf)
+    registry.release(ref)
+    assert not registry.unload_idle("sql", "source:", registry.describe("sql").last_used_time)
+    registry.switch("own", "sql")
+    assert not registry.unload_idle("sql", "source:", math.inf)
+    assert not registry.unload_idle("own", "", math.inf)
+    registry.unload("own")
+    for name, origin in (("new", "source:"), ("none", "")):
+        assert not registry.unload_idle(name, origin, math.inf)
+    assert registry.unload_idle("sql", "source:", math.inf)
+    assert registry.names() == ("new",)
 
 
 def test_pin_unpin_evict_and_preload(bench: Bench) -> None:

@@ -103,6 +103,17 @@ def test_what_no_version_has_goes_at_the_start(tmp_path: Path) -> None:
     assert store.num_bytes == 7
 
 
+def test_uploads_stay_where_the_state_directory_has_another_path(tmp_path: Path) -> None:
+    """A start by a link to it removed all that the journal names."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    used = sent(store_at(tmp_path / "link")).keep("abc")
+    store = store_at(tmp_path / "real")
+    store.sweep([str(used)])
+    assert [each.name for each in (tmp_path / "real").iterdir()] == [used.name]
+    assert store.num_bytes == 7
+
+
 def test_a_temporary_store_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path))
     store = store_at(None)

@@ -18,6 +18,7 @@ from loraplex.memory.weights.loading import LoaderThreads, ReadSlots
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.api_error import ApiError
+from loraplex.server.sources import resolver
 from loraplex.server.verb_turns import VerbTurns
 from loraplex.testing import FakeAsyncEngine
 
@@ -42,6 +43,11 @@ def hang() -> Iterator[threading.Event]:
     release = threading.Event()
     yield release
     release.set()
+
+
+def test_loads_of_each_kind_together_leave_threads_for_verbs() -> None:
+    """Loads by need took those of unload and pin."""
+    assert NUM_VERB_THREADS - adapter_api.MAX_LOADS - resolver.MAX_LOADS >= adapter_api.MAX_VERBS
 
 
 async def test_verbs_of_one_client_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

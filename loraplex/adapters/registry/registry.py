@@ -352,6 +352,21 @@ class LoRARegistry:
             num_aborted=num_aborted,
         )
 
+    def unload_idle(self, name: str, origin: str, used_before: float) -> bool:
+        """Unload a name that has an origin which begins so, if that takes nothing from anything now, and nothing used
+        it since `used_before`. Whether it did."""
+        drains: tuple[PendingDrain, ...] = ()
+        try:
+            with self._names.change() as table:
+                if not self._views.is_idle(name, origin, used_before):
+                    return False
+                table.remove(name)
+                drains = table.pending_drains(name)
+        finally:
+            self._drain.finish(drains, None, False)
+        self._tell(EventKind.UNLOAD, name, "was unloaded", num_aborted=0)
+        return True
+
     # ----------------------------------------------------------------------------------------------------------- switch
 
     def switch(

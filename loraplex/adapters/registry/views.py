@@ -129,6 +129,16 @@ class Views:
         ]
         return sorted(found, key=lambda each: each.last_used_time)
 
+    def is_idle(self, name: str, origin: str, used_before: float) -> bool:
+        """Of one name what `loaded_from` says. The caller has the lock."""
+        table, version = self._table, self._table.current.get(name)
+        if version is None or version.is_pinned or name in table.verbs:
+            return False
+        is_switched = name in table.aliases or name in table.aliases.values()
+        is_busy = any(each.num_references for each in table.versions_of(name))
+        is_meant = version.origin.startswith(origin) and version.last_used_time < used_before
+        return is_meant and not (is_switched or is_busy)
+
     def _described(self, name: str) -> AdapterVersion:
         """Never what a switch sends the requests for a name to."""
         return self._table.own(name) if name in self._table.current else self._table.answering(name)

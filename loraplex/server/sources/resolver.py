@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import suppress
+from functools import partial
 
 from fastapi import Request
 
@@ -24,11 +26,11 @@ from loraplex.adapters.registry.adapter_name import split_address
 from loraplex.adapters.sources.named import ORIGIN, NamedSource, NamedSources
 from loraplex.errors import (
     AdapterConflictError,
-    AdapterError,
     AdapterLoadError,
     AdapterNoRoomError,
     AdapterPathNotFoundError,
     AdapterTooLargeError,
+    LoraplexError,
     TenantLimitError,
     error_from_payload,
     shortened,
@@ -71,12 +73,14 @@ class AdapterResolver:
         self._clock = clock
         self._turns = VerbTurns("loads by need", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._threads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="source")
+        self._evicting = threading.Lock()
         self._num_loading = 0
         self._loads: dict[str, asyncio.Future[None]] = {}
-        self._refused: OrderedDict[str, tuple[float, dict[str, Any] | None]] = OrderedDict()
+        self._refused: OrderedDict[str, tuple[float, Callable[[], LoraplexError] | None]] = OrderedDict()
 
     async def load(self, request: Request, name: str) -> None:
-        """Register what a source has under a name as the caller wrote it; nothing where none has it.
+        """Register what a source has under a name as the caller wrote it; nothing where none has it, or where it is
+        registered already, also to something that does not answer.
 
         Raises what the load raises, and ApiError where too many run. The body of the request must have been read.
         """
@@ -85,6 +89,8 @@ class AdapterResolver:
         registered, tenant = scope.own(written), scope.tenant or ""
         found = self.sources.split(written, tenant)
         if found is None or split_address(written) is not None or scope.table.owner_of(registered) != tenant:
+            return
+        if self._engine.registry is not None and self._engine.registry.is_registered(registered):
             return
         load = self._loads.get(registered)
         if load is None:
@@ -107,11 +113,18 @@ class AdapterResolver:
             self._refused.pop(registered, None)
             return False
         if error is not None:
-            raise error_from_payload(error)
+            raise error()
         return True
 
-    def _note_refused(self, registered: str, error: AdapterError | None) -> None:
-        self._refused[registered] = self._clock() + REFUSED_S, None if error is None else error.to_payload()
+    def _note_refused(self, registered: str, error: LoraplexError | None) -> None:
+        """error: what to raise meanwhile; None: nothing is there."""
+        known_s = REFUSED_S
+        again: Callable[[], LoraplexError] | None
+        again = None if error is None else partial(error_from_payload, error.to_payload())
+        if isinstance(error, TenantLimitError):
+            known_s = min(known_s, error.retry_after_s)
+            again = partial(TenantLimitError, error.message, error.retry_after_s, error.limit)
+        self._refused[registered] = self._clock() + known_s, again
         self._refused.move_to_end(registered)
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
@@ -142,15 +155,23 @@ class AdapterResolver:
     async def _load_with_room(self, request: Request, registered: str, path: str, origin: str) -> None:
         scope = caller_of(request).scope
         prefix = f"{scope.tenant}/" if scope.tenant else ""
+        is_opened = False
 
-        def checked(check_size: Callable[[int], None] | None, nbytes: int) -> None:
-            """A tenant's own names make room for the bytes of this one."""
-            while check_size is not None:
+        def checked(check_size: Callable[[int], None], nbytes: int) -> None:
+            """A tenant's own names make room for the bytes of this one, if those of all that may leave are enough."""
+            nonlocal is_opened
+            is_opened, registry = True, self._engine.registry
+            while True:
                 try:
                     return check_size(nbytes)
-                except TenantLimitError:
-                    if self._engine.registry is None or not self._evict_one(self._engine.registry, prefix):
+                except TenantLimitError as error:
+                    if registry is None:
                         raise
+                    with suppress(TenantLimitError):
+                        check_size(nbytes - _bytes_of_idle(registry, prefix))
+                        self._evict_one(registry, prefix, error)
+                        continue
+                    raise
 
         while True:
             await self._engine.on_registry(self._make_room, scope.table)
@@ -161,47 +182,65 @@ class AdapterResolver:
                         registered,
                         path,
                         origin=origin,
-                        check_size=None if check_size is None else lambda nbytes: checked(check_size, nbytes),
+                        check_size=None if check_size is None else partial(checked, check_size),
                     )
                 return
             except TenantLimitError as error:
-                if error.limit not in ("adapters", "adapter_bytes") or not await self._engine.on_registry(
-                    self._evict_one, prefix
-                ):
+                if is_opened:
+                    self._note_refused(registered, error)
+                if is_opened or error.limit not in ("adapters", "adapter_bytes"):
                     raise
+                await self._engine.on_registry(self._evict_one, prefix, error)
 
     def _make_room(self, registry: LoRARegistry, table: TenantTable) -> None:
         """For the loads that run. Raises AdapterNoRoomError."""
-        loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
-        num_over = len(loaded) + self._num_loading - self._max_names
-        if most is not None:
-            num_over = max(num_over, len(registry.registered()) + self._num_loading - most)
-        counts = Counter(table.owner_of(each.name) for each in loaded)
-        latest = time.time() - JUST_USED_S
-        idle = [each.name for each in loaded if each.is_idle and each.last_used_time < latest]
-        for _ in range(min(num_over, len(idle))):
-            largest = max((table.owner_of(each) for each in idle), key=lambda owner: counts[owner])
-            name = next(each for each in idle if table.owner_of(each) == largest)
-            idle.remove(name)
-            counts[largest] -= 1
-            self._unload(registry, name)
-            num_over -= 1
+        with self._evicting:
+            loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
+            num_over = len(loaded) + self._num_loading - self._max_names
+            if most is not None:
+                num_over = max(num_over, len(registry.registered()) + self._num_loading - most)
+            counts = Counter(table.owner_of(each.name) for each in loaded)
+            latest = time.time() - JUST_USED_S
+            idle = [each.name for each in loaded if each.is_idle and each.last_used_time < latest]
+            while num_over > 0 and idle:
+                largest = max((table.owner_of(each) for each in idle), key=lambda owner: counts[owner])
+                name = next(each for each in idle if table.owner_of(each) == largest)
+                idle.remove(name)
+                counts[largest] -= 1
+                num_over -= self._unload(registry, name, latest)
         if num_over > 0:
             text = f"{len(loaded)} adapters that came from sources are loaded, and all are in use; try again later"
             raise AdapterNoRoomError(text)
 
-    def _evict_one(self, registry: LoRARegistry, prefix: str) -> bool:
-        """Of a tenant; False where none of its names is idle."""
-        names = (each.name for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix))
-        name = next(names, None)
-        if name is not None:
-            self._unload(registry, name)
-        return name is not None
+    def _evict_one(self, registry: LoRARegistry, prefix: str, error: TenantLimitError) -> None:
+        """Of a tenant at its limit. Raises the error where none of its names may leave now."""
+        latest = time.time() - JUST_USED_S
+        with self._evicting:
+            idle = _idle_names(registry, prefix)
+            if any(self._unload(registry, each, latest) for each in idle):
+                return
+        if idle:
+            error.retry_after_s = JUST_USED_S
+        raise error
 
     @staticmethod
-    def _unload(registry: LoRARegistry, name: str) -> None:
-        _log.info("adapter %.200r, which came from a source, is unloaded for another one", name)
-        registry.unload(name)
+    def _unload(registry: LoRARegistry, name: str, latest: float) -> bool:
+        """Unless a request or a verb took it since the list was made. Whether it is gone."""
+        if not registry.unload_idle(name, ORIGIN, latest):
+            return not registry.is_registered(name)
+        _log.info("adapter %.200r, which came from a source, was unloaded for another one", name)
+        return True
+
+
+def _idle_names(registry: LoRARegistry, prefix: str) -> list[str]:
+    """Of a tenant those that came by need and that nothing uses, the least recently used first."""
+    return [each.name for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix)]
+
+
+def _bytes_of_idle(registry: LoRARegistry, prefix: str) -> int:
+    """Of the files of all their versions."""
+    idle = set(_idle_names(registry, prefix))
+    return sum(spec.nbytes for spec in registry.specs() if spec.adapter_name in idle)
 
 
 async def _shielded(load: asyncio.Future[None]) -> None:

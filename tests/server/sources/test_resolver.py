@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,7 @@ async def test_a_tenants_source_is_as_if_it_were_not_there(tmp_path: Path, root:
 async def test_a_tenants_quota_counts_and_its_own_names_leave_for_it(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapters=2)) as (client, made):
         acme, beta = made.keys["acme"], made.keys["beta"]
         assert (await ask(client, "bad", beta)).status_code == 200
@@ -316,7 +318,23 @@ async def test_a_tenants_quota_counts_and_its_own_names_leave_for_it(
         assert (refused.status_code, "may have 2" in refused.text) == (429, True)
 
 
-async def test_bytes_of_a_tenant(tmp_path: Path, root: Path, opener: Opener) -> None:
+@pytest.mark.parametrize("limits", [Limits(adapters=1), Limits(adapter_bytes=1024), Limits(adapter_bytes=1025)])
+async def test_a_name_that_a_request_is_about_to_take_makes_no_room(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    """The parts of a mix unloaded one another, and it was 404. Now it is 429, and worth another try soon."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 30.0)
+    async with tenants(tmp_path, opener, f"dir={root}", limits=limits) as (client, made):
+        acme = made.keys["acme"]
+        for _ in range(2):
+            mix = await ask(client, "base", acme, merged_adapters={"ids": ["sql", "chat"], "weights": [1, 1]})
+            assert (mix.status_code, mix.json()["error"]["code"]) == (429, "tenant_limit"), mix.text
+            assert mix.headers["Retry-After"] == "30"
+        assert await listed(client, acme) == ["sql"]
+
+
+async def test_bytes_of_a_tenant(tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapter_bytes=2048)) as (client, made):
         acme = made.keys["acme"]
         for name in ("sql", "chat", "code"):
@@ -325,6 +343,26 @@ async def test_bytes_of_a_tenant(tmp_path: Path, root: Path, opener: Opener) -> 
         opener.nbytes = 4096
         refused = await ask(client, "bad", acme)
         assert (refused.status_code, "adapter_bytes" in refused.text or "bytes" in refused.text) == (429, True)
+
+
+async def test_what_can_never_fit_unloads_nothing_and_is_opened_once(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One such request emptied the tenant's names, and each one opened the files again."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapter_bytes=3000)) as (client, made):
+        acme = made.keys["acme"]
+        for name in ("sql", "chat"):
+            assert (await ask(client, name, acme)).status_code == 200
+        opener.nbytes = 3001
+        answers = [await ask(client, "code", acme) for _ in range(3)]
+        assert [(each.status_code, each.headers["Retry-After"]) for each in answers] == [(429, "60")] * 3
+        assert len({each.text for each in answers}) == 1
+        assert await listed(client, acme) == ["sql", "chat"]
+        assert opener.paths.count(str(root / "code")) == 1
+        opener.nbytes = 3000
+        assert (await ask(client, "bad", acme)).status_code == 200
+        assert await listed(client, acme) == ["bad"]
 
 
 async def test_the_tenant_with_most_names_loses_one(
@@ -338,6 +376,65 @@ async def test_the_tenant_with_most_names_loses_one(
             assert (await ask(client, name, acme)).status_code == 200
         assert await listed(client, beta) == ["sql"]
         assert len(await listed(client, acme)) == 3
+
+
+async def test_a_name_whose_switch_leads_nowhere_is_looked_up_in_no_source(
+    tmp_path: Path, root: Path, opener: Opener
+) -> None:
+    """The load's error named the operator's adapter that it had been switched to."""
+    async with tenants(tmp_path, opener, f"dir={root}") as (client, made):
+        acme, registry = made.keys["acme"], made.app.state.context.engine.registry
+        assert (await ask(client, "sql", acme)).status_code == 200
+        registry.load("secret-project", "/srv/secret")
+        registry.switch("acme/sql", "secret-project")
+        registry.unload("secret-project")
+        opener.paths.clear()
+        answer = await ask(client, "sql", acme)
+        assert (answer.status_code, "secret" in answer.text) == (404, False), answer.text
+        assert opener.paths == []
+
+
+@pytest.mark.parametrize("is_by_limit", [False, True])
+async def test_a_name_that_was_to_make_room_is_gone_or_pinned_meanwhile(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, is_by_limit: bool
+) -> None:
+    """Its absence was another client's 404, with its name in it."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    settings: dict[str, Any] = {"limits": Limits(adapters=1)} if is_by_limit else {"max_sourced_adapters": 1}
+    async with tenants(tmp_path, opener, f"dir={root}", **settings) as (client, made):
+        owner, registry = "acme" if is_by_limit else "beta", made.app.state.context.engine.registry
+        look, after_looks = registry.loaded_from, list[Callable[[], Any]]()
+
+        def look_early(origin: str) -> Any:
+            found = look(origin)
+            if after_looks:
+                after_looks.pop(0)()
+            return found
+
+        monkeypatch.setattr(registry, "loaded_from", look_early)
+        assert (await ask(client, "bad", made.keys[owner])).status_code == 200
+        for verb, status in ((registry.pin, 429 if is_by_limit else 503), (registry.unload, 200)):
+            after_looks += [lambda: None] * is_by_limit + [partial(verb, f"{owner}/bad")]
+            answer = await ask(client, "sql", made.keys["acme"])
+            assert (answer.status_code, "bad" in answer.text) == (status, False), answer.text
+            if verb == registry.pin:
+                assert registry.unpin(f"{owner}/bad")
+
+
+async def test_loads_that_make_room_at_the_same_time(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    async with tenants(tmp_path, opener, f"dir={root}", max_sourced_adapters=4) as (client, made):
+        keys = [made.keys["acme"], made.keys["beta"]]
+        for name in ("bad", "dir/bad"):
+            assert [(await ask(client, name, key)).status_code for key in keys] == [200, 200]
+        opener.gate.clear()
+        asking = [asyncio.ensure_future(ask(client, name, key)) for name in ("sql", "chat") for key in keys]
+        while len(opener.paths) < 8:
+            await asyncio.sleep(0.001)
+        opener.gate.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
 
 
 async def test_a_read_only_key_loads_nothing(tmp_path: Path, root: Path, opener: Opener) -> None:
