@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from loraplex.text.tools.json_calls import CallDelta, Part
+from loraplex.text.tools.json_calls import CallDelta, Part, escape_halves
 
 MAX_NESTING = 32
 MAX_CALL_CHARS = 2**15
@@ -106,7 +106,7 @@ def _call_of(text: str) -> tuple[str, str] | None:
         if not isinstance(node, ast.Call) or node.args:
             return None
         arguments = {_name_of(each): _plain(each.value) for each in node.keywords}
-        return _dotted(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return _dotted(node.func), escape_halves(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, RecursionError, MemoryError, UnicodeError):
         return None
 
