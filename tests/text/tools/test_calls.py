@@ -190,6 +190,32 @@ def test_thoughts(text: str, is_open: bool, expected: tuple[str, str]) -> None:
         assert answer(AnswerParser(Thoughts(is_open), None), pieces)[:2] == expected
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *('f"{1}"', "F'{1}'", 'rf"{1}"', 'fR"""{1}"""', '"a" f"{1}"', '"a"f"{1}"', "{'a': [f'{1}']}"),
+        *("""'''a' 'b''' f'{1}'""", '"""""" f"{1}"', '1, # "\n b=f"{1}" # "\n', r"'\\' f'{1}'", r"r'\'' f'{1}'"),
+    ],
+)
+def test_an_f_string_is_not_given_to_pythons_parser(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes quadratic time for it. The text is content."""
+    monkeypatch.setattr("loraplex.text.tools.pythonic.ast", None)
+    text = f"[f(a={value})]"
+    assert parsed("pythonic", text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        *(("'f'", "f"), ('"if" \'f\'', "iff"), (r"'\'f' r'f'", "'ff"), ("'f''f'", "ff"), ("'#'", "#")),
+        *(("1 # f''\n", 1), ('"""a\nf"s" """', 'a\nf"s" '), ('"t\'s"', "t's"), (r"'f\\'", "f\\")),
+    ],
+)
+def test_what_only_looks_like_an_f_string_is_read(value: str, meant: str | int) -> None:
+    content, [(_, arguments)] = parsed("pythonic", f"[f(a={value})]")
+    assert (content, json.loads(arguments)) == ("", {"a": meant})
+
+
 @pytest.mark.parametrize("name", sorted(MAKERS))
 @pytest.mark.parametrize(
     "unit", ["[", "{", ",", " ", "<tool_call>", '{"', '"', "\\", "[f(", "[TOOL_CALLS]", '<tool_call>{"a":']
