@@ -174,14 +174,18 @@ class _Error(msgspec.Struct):
 
 
 class _ErrorReply(msgspec.Struct):
-    error: _Error
+    """LoRAX's has a text as its error, and the code beside it."""
+
+    error: _Error | str
+    code: str | None = None
 
 
 def _code_of(body: bytes) -> str | None:
     try:
-        return msgspec.json.decode(body, type=_ErrorReply).error.code
+        reply = msgspec.json.decode(body, type=_ErrorReply)
     except UNREADABLE:
         return None
+    return reply.code if isinstance(reply.error, str) else reply.error.code
 
 
 def _lost(replica: Replica, error: LostError) -> ApiError:

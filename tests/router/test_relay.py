@@ -187,6 +187,34 @@ async def test_a_refusal_goes_on_to_the_next_replica_and_the_last_one_is_answere
         assert (refused.status_code, refused.json()["error"]["message"]) == (429, "too many")
 
 
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+LORAX: dict[str, Any] = {"inputs": "hi", "parameters": {"adapter_id": "rare", "max_new_tokens": 6}}
+WIRES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"model": "rare", "messages": HI, "max_tokens": 6}),
+    ("/v1/responses", {"model": "rare", "input": "hi"}),
+    ("/v1/messages", {"model": "rare", "messages": HI, "max_tokens": 6}),
+    ("/generate", {"text": "hi", "lora_path": "rare", "sampling_params": {"max_new_tokens": 6}}),
+    ("/generate", LORAX),
+    ("/generate_stream", LORAX),
+    ("/", LORAX),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), WIRES)
+async def test_the_refusals_of_every_wire_go_on_to_the_next_replica(path: str, body: dict[str, Any]) -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name], poll_interval_s=60.0) as front:
+        first, second = (a, b) if a.name < b.name else (b, a)
+        assert second.engine.registry is not None
+        await asyncio.to_thread(second.engine.registry.load, "rare", "/adapters/rare")
+        assert (await front.client.post(path, json=body)).status_code == 200, "404 of the first one is not the answer"
+        assert (len(first.engine.requests), len(second.engine.requests)) == (0, 1)
+        assert first.engine.registry is not None
+        await asyncio.to_thread(first.engine.registry.load, "rare", "/adapters/rare")
+        second.engine.fail_next(EngineOverloadedError("too many"))
+        assert (await front.client.post(path, json=body)).status_code == 200, "nor 429 of the second one"
+        assert (len(first.engine.requests), len(second.engine.requests)) == (1, 2)
+
+
 async def test_a_request_that_ended_an_engine_is_not_sent_to_the_next_one() -> None:
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
         for replica in (a, b):

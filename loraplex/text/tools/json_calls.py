@@ -194,9 +194,14 @@ class CallScanner:
 def _text_of(literal: str) -> str:
     """Of a JSON string; one with wrong escapes is taken as it is."""
     try:
-        return str(json.loads(literal, strict=False))
+        return escape_halves(json.loads(literal, strict=False))
     except ValueError:
         return literal[1:-1]
+
+
+def escape_halves(text: str) -> str:
+    """The text with half a surrogate pair as the escape that JSON has for it: UTF-8 has none."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class _Calls:

@@ -94,9 +94,11 @@ async def test_the_first_request_loads_it(opener: Opener, root: Path) -> None:
         chat = await client.post("/v1/chat/completions", json={"model": "base:chat", "messages": messages})
         assert chat.status_code == 200
         assert (await client.post("/tokenize", json={"model": "dir/code", "prompt": "x"})).status_code == 200
+        body = {"model": "dir/chat", "messages": messages}
+        assert (await client.post("/v1/messages/count_tokens", json=body)).status_code == 200
         mix = await ask(client, "base", merged_adapters={"ids": ["code", "sql"], "weights": [1, 1]})
         assert mix.status_code == 200, mix.text
-        assert await listed(client) == ["sql", "chat", "dir/code", "code"]
+        assert await listed(client) == ["sql", "chat", "dir/code", "dir/chat", "code"]
         card = (await client.get("/v1/adapters/sql")).json()
         assert (card["origin"], card["path"]) == ("source:dir", str(root / "sql"))
 

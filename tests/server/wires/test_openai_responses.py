@@ -199,6 +199,18 @@ async def test_calls_as_a_stream(client: httpx.AsyncClient, engine: FakeAsyncEng
     assert [(event["name"], event["arguments"]) for event in done] == [("add", '{"a": 1}'), ("sub", "{}")]
 
 
+async def test_half_a_surrogate_pair_in_a_call_stays_an_escape(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine
+) -> None:
+    engine.reply = r'<tool_call>{"name": "f\ud83d", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>'
+    said = (r"f\ud83d", r'{"a": "\ud83d"}')
+    [call] = (await respond(client, tools=[SUB]))["output"]
+    assert (call["name"], call["arguments"]) == said
+    last = (await events_of(client, tools=[SUB]))[-1]
+    assert last["type"] == "response.completed"
+    assert [(each["name"], each["arguments"]) for each in last["response"]["output"]] == [said]
+
+
 async def test_thoughts(engine: FakeAsyncEngine) -> None:
     engine.reply = "<think>\nHm.\n</think>\n\nYes"
     async with client_of(create_app(engine, ServerConfig(reasoning_parser="qwen3"))) as client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,7 @@ def answer(parser: AnswerParser, pieces: tuple[str, ...]) -> tuple[str, str, lis
             assert call.index == len(calls) - 1
         calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
     assert parser.num_calls == len(calls)
+    msgspec.json.encode(calls)  # no half of a surrogate pair
     return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), calls
 
 
@@ -59,6 +61,13 @@ CASES = [
     ("hermes", '<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "null")]),
+    ("hermes", r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>', "", [(r"f\ud83d", "{}")]),
+    (
+        "hermes",
+        r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d \ud83d\ude00\"}"}</tool_call>',
+        "",
+        [("f", '{"a": "\\ud83d \U0001f600"}')],
+    ),
     (
         "hermes",
         '<tool_call>{"name": 7, "arguments": {}}</tool_call>ok',
@@ -91,6 +100,7 @@ CASES = [
         [("get_weather", '{"city": "S)F", "n": -3, "m": [1.5, null]}'), ("f", "{}")],
     ),
     ("pythonic", "[f(a={'x': [True, false]})]", "", [("f", '{"a": {"x": [true, false]}}')]),
+    ("pythonic", r"[f(a='\ud83d', b={'\ude00': 1})]", "", [("f", r'{"a": "\ud83d", "b": {"\ude00": 1}}')]),
     ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
     ("pythonic", "[f(g(1))]", "[f(g(1))]", []),
     ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
@@ -117,6 +127,7 @@ PIECES = st.sampled_from(
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", "[ARGS]"),
         *('{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": 1}', '{"name": "f", "arguments": {}}'),
         *("[f(a=", "[f()]", "null", "\u2605"),
+        *(r"\ud83d", r"\ude00"),
         *"()[]{}\"',;\\<fx7 \n",
     ]
 )
@@ -177,6 +188,32 @@ def test_calls_that_are_written_are_read(calls: list[tuple[str, dict[str, object
 def test_thoughts(text: str, is_open: bool, expected: tuple[str, str]) -> None:
     for pieces in ((text,), tuple(text)):
         assert answer(AnswerParser(Thoughts(is_open), None), pieces)[:2] == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *('f"{1}"', "F'{1}'", 'rf"{1}"', 'fR"""{1}"""', '"a" f"{1}"', '"a"f"{1}"', "{'a': [f'{1}']}"),
+        *("""'''a' 'b''' f'{1}'""", '"""""" f"{1}"', '1, # "\n b=f"{1}" # "\n', r"'\\' f'{1}'", r"r'\'' f'{1}'"),
+    ],
+)
+def test_an_f_string_is_not_given_to_pythons_parser(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes quadratic time for it. The text is content."""
+    monkeypatch.setattr("loraplex.text.tools.pythonic.ast", None)
+    text = f"[f(a={value})]"
+    assert parsed("pythonic", text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        *(("'f'", "f"), ('"if" \'f\'', "iff"), (r"'\'f' r'f'", "'ff"), ("'f''f'", "ff"), ("'#'", "#")),
+        *(("1 # f''\n", 1), ('"""a\nf"s" """', 'a\nf"s" '), ('"t\'s"', "t's"), (r"'f\\'", "f\\")),
+    ],
+)
+def test_what_only_looks_like_an_f_string_is_read(value: str, meant: str | int) -> None:
+    content, [(_, arguments)] = parsed("pythonic", f"[f(a={value})]")
+    assert (content, json.loads(arguments)) == ("", {"a": meant})
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
