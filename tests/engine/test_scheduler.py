@@ -485,23 +485,19 @@ class TestGrammars:
         harness, asked = Harness(num_blocks=512, tokens=64), []
         try_acquire = harness.residency.try_acquire
         monkeypatch.setattr(harness.residency, "try_acquire", lambda each: (asked.append(each), try_acquire(each))[1])
-        chat = Claim("chat", itl_target_ms=1)
-        harness.add("chat", length=4, max_tokens=400, claim=chat)
-        for _ in range(3):  # too slow for the target: fewer tokens of prompts in a step
-            harness.now_s += 1
+        ticks = (0.5 * number for number in itertools.count())
+        monkeypatch.setattr(harness.scheduler, "_clock", lambda: next(ticks))  # each step is too slow for the target
+        harness.add("chat", length=4, max_tokens=400, claim=Claim("chat", itl_target_ms=1))
+        for _ in range(3):
             harness.step()
         harness.add("long", length=2000, max_tokens=2, claim=Claim("b"))
-        harness.step()
+        for _ in range(3):
+            harness.step()
         harness.add("short", length=20, adapter=7, max_tokens=2, claim=Claim("c"))
         for _ in range(20):
-            harness.now_s += 1
             harness.step()
         assert not asked
-        for _ in range(500):
-            harness.now_s += 1
-            if not harness.scheduler.has_unfinished:
-                break
-            harness.step()
+        harness.run(1000)
         assert asked == [7]
 
 
