@@ -207,7 +207,7 @@ def test_an_f_string_is_not_given_to_pythons_parser(value: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("value", "meant"),
     [
-        *(("'f'", "f"), ('"if" \'f\'', "iff"), (r"'\'f' r'f'", "'ff"), ("'f''f'", "ff"), ("'#'", "#")),
+        *(("'f'", "f"), ("\"if\" 'f'", "iff"), (r"'\'f' r'f'", "'ff"), ("'f''f'", "ff"), ("'#'", "#")),
         *(("1 # f''\n", 1), ('"""a\nf"s" """', 'a\nf"s" '), ('"t\'s"', "t's"), (r"'f\\'", "f\\")),
     ],
 )
