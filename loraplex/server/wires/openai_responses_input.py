@@ -47,7 +47,7 @@ class TextPart(RequestModel):
     text: str
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": ([],), "prompt_cache_breakpoint": ()}
-    logprobs: list[FreeObject] | None = None
+    logprobs: Annotated[list[FreeObject], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="before")
     @classmethod
