@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from openai.types.responses import Response as OpenAIResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from loraplex import StructuredOutputsParams
 from loraplex.errors import EngineDeadError, EngineOverloadedError
@@ -197,6 +197,14 @@ async def test_calls_as_a_stream(client: httpx.AsyncClient, engine: FakeAsyncEng
         assert "".join(event.get("delta", "") for event in own) == said
     done = [event for event in events if event["type"] == "response.function_call_arguments.done"]
     assert [(event["name"], event["arguments"]) for event in done] == [("add", '{"a": 1}'), ("sub", "{}")]
+
+
+def test_a_list_of_wrong_log_probabilities_is_one_error() -> None:
+    """Each would be some microseconds in which nothing else runs."""
+    part = {"type": "output_text", "text": "x", "logprobs": [1] * 9}
+    with pytest.raises(ValidationError) as refused:
+        ResponsesRequest.model_validate({"model": "base", "input": [{"role": "assistant", "content": [part]}]})
+    assert refused.value.error_count() == 1
 
 
 async def test_half_a_surrogate_pair_in_a_call_stays_an_escape(
