@@ -16,7 +16,7 @@ from typing import Protocol
 
 from loraplex.server.api_error import ApiError
 from loraplex.server.config import ServerConfig
-from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns
+from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns, TurnsBySource
 
 _log = logging.getLogger("loraplex.server")
 
@@ -34,6 +34,10 @@ MAX_WAITING_BYTES = 32 * 2**20
 
 MAX_UNREAD_BYTES = 256 * 2**20
 """Of long answers that are being sent; beyond it one of the client that has most of them is closed."""
+
+MAX_HANDSHAKES = 256
+"""TLS handshakes that have had their turn and have not ended: each holds some 100 KB. Beyond it one of the address that
+has most of them is closed."""
 
 MAX_PROXIES = 8
 """On this machine, one behind the other."""
@@ -70,18 +74,24 @@ class Closable(Protocol):
 class Slot:
     """The place of one accepted connection, until `release`, which may be called again."""
 
-    __slots__ = ("_connections", "_handshake", "_source")
+    __slots__ = ("_connections", "_handshake", "source")
 
     def __init__(self, connections: Connections, source: str) -> None:
         self._connections: Connections | None = connections
-        self._source = source
+        self.source = source
         self._handshake: Closable | None = None
 
     def begin_handshake(self, handshake: Closable) -> None:
         """It may be closed for another connection until `end_handshake`, or `release`."""
         if self._connections is not None:
             self._handshake = handshake
-            self._connections.set_new(handshake)
+            self._connections.set_new(handshake, self.source)
+
+    async def handshake_turn(self, is_there: Callable[[], bool]) -> None:
+        """Until the handshake may be done, in turns by address. ConnectionAbortedError: its client is gone."""
+        if self._connections is not None and self._handshake is not None:
+            await self._connections.handshake_turns.next(self.source, is_there)
+            self._connections.set_in_handshake(self._handshake, self.source)
 
     def end_handshake(self) -> None:
         if self._handshake is not None and self._connections is not None:
@@ -92,7 +102,7 @@ class Slot:
         self.end_handshake()
         connections, self._connections = self._connections, None
         if connections is not None:
-            connections.leave(self._source)
+            connections.leave(self.source)
 
 
 class Connections:
@@ -100,8 +110,9 @@ class Connections:
 
     A full server closes the connection that has waited longest for the end of a head, for a new one: the head of a
     client that means well comes in one piece, so that neither idle connections nor heads that trickle keep others out.
-    Connections that have had no request of a key go first, however young: a flood of them displaces itself. Last go
-    requests whose body is not there: the oldest of the client that has most of them, and more than one.
+    Connections that have had no request of a key go first, however young, and of these the oldest of the address that
+    has most of them: a flood displaces itself. Last go requests whose body is not there: the oldest of the client that
+    has most of them, and more than one.
     """
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,7 +122,8 @@ class Connections:
         self._clock = clock
         self._num_open = 0
         self._by_source: Counter[str] = Counter()
-        self._new: dict[Closable, None] = {}  # without any request of a key, oldest first
+        self._new = BySource()  # without any request of a key
+        self._in_handshake = BySource()
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
         self._receiving: dict[str, dict[Closable, None]] = {}  # by client, oldest first
         self._receiving_for: dict[Closable, str] = {}
@@ -120,6 +132,7 @@ class Connections:
         self._answer_bytes = Counter[str]()  # by client
         self.turns = Turns()
         self.open_turns = Turns(OPEN_PATHS_A_TURN, is_latest_first=True)
+        self.handshake_turns = TurnsBySource()
         self.ends = Turns()
         self.slices = TimeSlices()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
@@ -168,9 +181,17 @@ class Connections:
         if not self._by_source[source]:
             del self._by_source[source]
 
-    def set_new(self, connection: Closable) -> None:
+    def set_new(self, connection: Closable, source: str) -> None:
         """It waits for its first request that is admitted."""
-        self._new[connection] = None
+        self._new.add(connection, source)
+
+    def set_in_handshake(self, connection: Closable, source: str) -> None:
+        """Its TLS handshake has had its turn."""
+        if len(self._in_handshake) >= MAX_HANDSHAKES and (cut := self._in_handshake.first()) is not None:
+            self.set_busy(cut)
+            cut.close_now()
+            self.refuse(Refusal.ROOM, f"{MAX_HANDSHAKES} TLS handshakes have not ended, and a new one took its place")
+        self._in_handshake.add(connection, source)
 
     def set_idle(self, connection: Closable) -> None:
         """It waits for its next request that is admitted."""
@@ -185,7 +206,8 @@ class Connections:
 
     def set_busy(self, connection: Closable) -> None:
         """It has a request that is admitted, or is closed."""
-        self._new.pop(connection, None)
+        self._new.discard(connection)
+        self._in_handshake.discard(connection)
         self._idle.pop(connection, None)
         client = self._receiving_for.pop(connection, None)
         if client is not None:
@@ -194,8 +216,8 @@ class Connections:
                 del self._receiving[client]
 
     def _idlest(self) -> Closable | None:
-        if self._new:
-            return next(iter(self._new))
+        if (new := self._new.first()) is not None:
+            return new
         connection = next(iter(self._idle), None)
         if connection is not None and self._clock() - self._idle[connection] >= IDLE_AT_LEAST_S:
             return connection
@@ -266,6 +288,51 @@ class Connections:
         of_client = f" of {address}" if address else ""
         before = f" (and {more} before it)" if more else ""
         _log.warning("a connection%s was refused or closed: %s%s", of_client, text, before)
+
+
+class BySource:
+    """Connections of which some must be closed: `first` is the oldest of the source that has most. A step is O(1)."""
+
+    def __init__(self) -> None:
+        self._of_source: dict[str, dict[Closable, None]] = {}  # oldest first
+        self._sources: dict[Closable, str] = {}
+        self._with_count: dict[int, dict[str, None]] = {}  # sources that have so many, at least one
+        self._most = 0
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def add(self, connection: Closable, source: str) -> None:
+        """A connection that is there stays where it is."""
+        if connection not in self._sources:
+            self._sources[connection] = source
+            of_source = self._of_source.setdefault(source, {})
+            of_source[connection] = None
+            self._recount(source, len(of_source) - 1, len(of_source))
+
+    def discard(self, connection: Closable) -> None:
+        source = self._sources.pop(connection, None)
+        if source is not None:
+            of_source = self._of_source[source]
+            del of_source[connection]
+            if not of_source:
+                del self._of_source[source]
+            self._recount(source, len(of_source) + 1, len(of_source))
+
+    def first(self) -> Closable | None:
+        if not self._most:
+            return None
+        return next(iter(self._of_source[next(iter(self._with_count[self._most]))]))
+
+    def _recount(self, source: str, before: int, count: int) -> None:
+        if before:
+            del self._with_count[before][source]
+            if not self._with_count[before]:
+                del self._with_count[before]
+        if count:
+            self._with_count.setdefault(count, {})[source] = None
+        if count > self._most or self._most not in self._with_count:
+            self._most = count
 
 
 class SharedBytes:

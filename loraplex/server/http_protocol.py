@@ -120,7 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         transport.set_write_buffer_limits(high=1, low=0)  # paused means: the client has not read all of it
         if self.slot is not None:
             self.slot.end_handshake()
-        self.server_connections.set_new(self)
+        self.server_connections.set_new(self, "" if self.slot is None else self.slot.source)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

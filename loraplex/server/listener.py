@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import resource
+import select
 import socket
 import ssl
 from collections.abc import Callable
@@ -96,6 +97,13 @@ def _end(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+def _is_there(sock: socket.socket) -> bool:
+    """Whether the client may still answer, whatever it has sent: it has neither closed nor reset the connection."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return not poll.poll(0)
+
+
 class Handshake:
     """A connection that is not there yet: it may be closed for another one, as a new one may."""
 
@@ -177,8 +185,9 @@ class Listener:
             if self._tls is None:
                 await self._loop.connect_accepted_socket(lambda: self._make_protocol(slot), sock)
             else:
-                await self._first_bytes(sock)
-                await self._connections.turns.next()
+                async with asyncio.timeout(self._handshake_timeout_s):
+                    await self._first_bytes(sock)
+                    await slot.handshake_turn(partial(_is_there, sock))
                 await self._connect_tls(self._tls, sock, slot)
         except OSError:  # the client is gone, is silent, or speaks no TLS
             sock.close()
@@ -195,10 +204,13 @@ class Listener:
         )
         transport, _ = await self._loop.connect_accepted_socket(lambda: layer, sock)
         try:
-            await layer.handshake
+            is_done = await layer.handshake
         except BaseException:
             transport.abort()
             raise
+        if not is_done:
+            transport.abort()
+            raise ConnectionAbortedError
 
     def _end_connecting(self, sock: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
         """A task that was cancelled may not have begun."""
@@ -211,12 +223,11 @@ class Listener:
             slot.release()
 
     async def _first_bytes(self, sock: socket.socket) -> None:
-        """A handshake costs milliseconds: it begins when its client has, and one in each turn of the event loop."""
+        """A handshake costs milliseconds: it begins when its client has."""
         came = self._loop.create_future()
         self._loop.add_reader(sock, partial(_end, came))
         try:
-            async with asyncio.timeout(self._handshake_timeout_s):
-                await came
+            await came
         finally:
             self._loop.remove_reader(sock)
 

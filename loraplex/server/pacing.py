@@ -26,6 +26,10 @@ SLICE_S = 0.002
 """Of a turn of the event loop: for parsing what came on all connections."""
 
 
+LOOKS_A_TURN = 32
+"""At clients that wait for a turn and may be gone."""
+
+
 class Turns:
     """For work of some milliseconds in the event loop: so many in each of its turns, in the order in which they came.
 
@@ -53,6 +57,56 @@ class Turns:
                 turn.set_result(None)
         if self._waiting:
             loop.call_soon(self._begin, loop)
+
+
+class TurnsBySource:
+    """The same for work that clients without a key bring: one in each turn of the event loop, by source in rotation.
+
+    So a source with one piece of work waits for at most one of each other. Of a source the latest is first. Work whose
+    client is gone takes no turn; LOOKS_A_TURN clients are looked at between two others.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[asyncio.Future[None], Callable[[], bool]]] = {}  # by source, the next one first
+        self._is_due = False
+
+    async def next(self, source: str, is_there: Callable[[], bool]) -> None:
+        """ConnectionAbortedError: `is_there`, asked when the turn comes, has said that the client is gone."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.setdefault(source, {})[turn] = is_there
+        if not self._is_due:
+            self._is_due = True
+            loop.call_soon(self._begin, loop)
+        try:
+            await turn
+        finally:
+            self._forget(source, turn)  # it was cancelled
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        num_looks, has_begun = 0, False
+        while self._waiting and num_looks < LOOKS_A_TURN and not has_begun:
+            source, of_source = next(iter(self._waiting.items()))
+            turn, is_there = of_source.popitem()
+            del self._waiting[source]
+            if of_source:
+                self._waiting[source] = of_source
+            if turn.done():
+                continue
+            num_looks += 1
+            has_begun = is_there()
+            if has_begun:
+                turn.set_result(None)
+            else:
+                turn.set_exception(ConnectionAbortedError())
+        self._is_due = bool(self._waiting)
+        if self._is_due:
+            loop.call_soon(self._begin, loop)
+
+    def _forget(self, source: str, turn: asyncio.Future[None]) -> None:
+        of_source = self._waiting.get(source, {})
+        if of_source.pop(turn, None) is not None and not of_source:
+            del self._waiting[source]
 
 
 class TimeSlices:

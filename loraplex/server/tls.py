@@ -59,7 +59,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 class PacedTls(SmallReads):
-    """One connection below TLS. `handshake` ends with the handshake, or with the error of one that failed.
+    """One connection below TLS. `handshake` ends with the handshake: False where it failed.
 
     protocol: sees what is decrypted, as if this were its connection. on_failed: called when the connection is lost
     before the handshake has ended: the protocol never learns of it.
@@ -75,7 +75,7 @@ class PacedTls(SmallReads):
         on_failed: Callable[[], None],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.handshake: asyncio.Future[None] = loop.create_future()
+        self.handshake: asyncio.Future[bool] = loop.create_future()
         self._layer: Any = _Layer(  # more than its stubs say
             loop,
             protocol,
@@ -118,7 +118,7 @@ class PacedTls(SmallReads):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unfed.clear()
         self._is_lost = True
-        if not self.handshake.done() or self.handshake.cancelled() or self.handshake.exception() is not None:
+        if not self.handshake.done() or self.handshake.cancelled() or not self.handshake.result():
             self._on_failed()
         self._layer.connection_lost(exc)
 
@@ -149,6 +149,16 @@ class _Layer(SSLProtocol):
     """
 
     max_size = 2**14
+
+    def _wakeup_waiter(self, exc: BaseException | None = None) -> None:
+        """An error that is kept has its traceback, which keeps the layer: 100 KB until the next full collection."""
+        layer: Any = self
+        waiter: asyncio.Future[bool] | None = layer._waiter
+        layer._waiter = None
+        if exc is not None:
+            exc.__traceback__ = None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(exc is None)
 
     def _get_write_buffer_size(self) -> int:
         layer: Any = super()

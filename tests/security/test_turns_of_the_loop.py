@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loraplex.core import SamplingParams
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
 from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
-from loraplex.server.pacing import TimeSlices, Turns
+from loraplex.server.pacing import LOOKS_A_TURN, TimeSlices, Turns, TurnsBySource
 from loraplex.server.schemas import CompletionRequest
 from loraplex.server.streaming import merge
 from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
@@ -32,17 +34,17 @@ class TurnCounter:
 
     def __init__(self) -> None:
         self.happened: Counter[int] = Counter()
-        self._turn = 0
+        self.turn = 0
         self._is_over = False
         asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        self._turn += 1
+        self.turn += 1
         if not self._is_over:
             asyncio.get_running_loop().call_soon(self._next)
 
     def count(self) -> None:
-        self.happened[self._turn] += 1
+        self.happened[self.turn] += 1
 
     def close(self) -> None:
         self._is_over = True
@@ -231,6 +233,66 @@ async def test_the_latest_probe_is_answered_before_a_flood() -> None:
     assert len(order) <= 16
     await asyncio.gather(*flood)
     assert sorted(order) == [-1, *range(100)]
+
+
+async def test_work_begins_in_turns_by_source(turns: TurnCounter) -> None:
+    """Of a flood, the latest is first; a source with one waits for one of each other."""
+    by_source, order = TurnsBySource(), list[str]()
+
+    async def ask(source: str, number: int) -> None:
+        await by_source.next(source, lambda: True)
+        order.append(f"{source}{number}")
+        turns.count()
+
+    flood = [asyncio.ensure_future(ask(source, number)) for number in range(40) for source in "ab"]
+    await asyncio.sleep(0)
+    cut = asyncio.ensure_future(ask("d", 0))
+    alone = asyncio.ensure_future(ask("c", 0))
+    await asyncio.sleep(0)
+    cut.cancel()
+    flood[0].cancel()
+    await alone
+    assert order == ["a39", "b39", "a38", "c0"]  # a39 had begun
+    await asyncio.gather(*flood, cut, return_exceptions=True)
+    assert [each for each in order if each[0] == "a"] == [f"a{number}" for number in range(39, 0, -1)]
+    assert len(order) == 80
+    assert set(turns.happened.values()) == {1}
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=40))
+def test_the_last_to_come_of_each_source_waits_for_one_of_each_other(sources: list[str]) -> None:
+    order = list[str]()
+
+    async def ask(by_source: TurnsBySource, source: str) -> None:
+        await by_source.next(source, lambda: True)
+        order.append(source)
+
+    async def ask_all() -> None:
+        by_source = TurnsBySource()
+        await asyncio.gather(*(ask(by_source, source) for source in sources))
+
+    asyncio.run(ask_all())
+    assert Counter(order) == Counter(sources)
+    assert set(order[: len(set(sources))]) == set(sources)
+
+
+async def test_work_whose_client_is_gone_takes_no_turn(turns: TurnCounter) -> None:
+    by_source, order, looked = TurnsBySource(), list[str](), Counter[int]()
+
+    def is_gone() -> bool:
+        looked[turns.turn] += 1
+        return False
+
+    flood = [asyncio.ensure_future(by_source.next("a", is_gone)) for _ in range(3 * LOOKS_A_TURN)]
+    await asyncio.sleep(0)
+    await by_source.next("b", lambda: True)
+    order.append("b")
+    assert len(looked) == 1
+    results = await asyncio.gather(*flood, return_exceptions=True)
+    assert all(isinstance(each, ConnectionAbortedError) for each in results)
+    assert looked.total() == len(flood)
+    assert max(looked.values()) <= LOOKS_A_TURN
+    assert len(looked) <= 4
 
 
 async def test_short_work_is_done_latest_first(turns: TurnCounter) -> None:

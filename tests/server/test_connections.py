@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.server import ServerConfig, connections
-from loraplex.server.connections import Connections, SharedBytes
+from loraplex.server.connections import BySource, Connections, SharedBytes, Slot
 
 HOLDS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=60)
 
@@ -70,3 +70,57 @@ def test_answers_of_the_client_with_most_of_them_are_cut_first(monkeypatch: pyte
         shared.release_answer(each)
     shared.hold_answer(slow, "slow", 1000)  # alone it has room
     assert not slow.is_cut
+
+
+PLACES = st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abcd"), st.booleans()), max_size=120)
+
+
+@given(PLACES)
+def test_of_the_source_with_most_connections_the_oldest_is_first(steps: list[tuple[int, str, bool]]) -> None:
+    made = [Answer() for _ in range(31)]
+    places, model = BySource(), dict[int, str]()
+    for number, source, is_discard in steps:
+        if is_discard:
+            places.discard(made[number])
+            model.pop(number, None)
+        else:
+            places.add(made[number], source)
+            model.setdefault(number, source)
+        assert len(places) == len(model)
+        counts = Counter(model.values())
+        oldest = {next(n for n, source in model.items() if source == each): counts[each] for each in counts}
+        first = places.first()
+        assert (first is None) == (not model)
+        if first is not None:
+            assert oldest.get(made.index(first)) == max(counts.values())
+
+
+def admit(shared: Connections, address: str) -> Answer:
+    slot, handshake = shared.admit(address), Answer()
+    assert isinstance(slot, Slot)
+    slot.begin_handshake(handshake)
+    handshake.close_now = lambda: (setattr(handshake, "is_cut", True), slot.release())  # type: ignore[method-assign]
+    return handshake
+
+
+def test_new_connections_of_the_address_that_has_most_of_them_go_first() -> None:
+    """The oldest of all was another's, in its handshake."""
+    shared = Connections(ServerConfig(), 4)
+    slow = admit(shared, "10.0.0.2")
+    flood = [admit(shared, "10.0.0.1") for _ in range(20)]
+    assert not slow.is_cut
+    assert [each.is_cut for each in flood] == [True] * 17 + [False] * 3
+    assert (shared.num_open, shared.refused) == (4, {"closed_for_another": 17})
+
+
+def test_handshakes_that_have_had_their_turn_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HANDSHAKES", 4)
+    shared = Connections(ServerConfig(), 100)
+    made = [Answer() for _ in range(10)]
+    shared.set_in_handshake(made[0], "slow")
+    for each in made[1:]:
+        shared.set_in_handshake(each, "greedy")
+    assert [each.is_cut for each in made] == [False] + [True] * 6 + [False] * 3
+    shared.set_busy(made[-1])
+    shared.set_in_handshake(Answer(), "late")
+    assert not any(each.is_cut for each in (made[0], *made[7:]))
