@@ -307,6 +307,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         except asyncio.CancelledError:
             self._cut(incoming)
         finally:
+            scope.pop(LET_GO, None)  # the connection has the scope, and this has the connection
             self._release(incoming)
             if incoming.cycle is not None:
                 incoming.cycle.body = bytearray()  # what the request left of it counts no longer
