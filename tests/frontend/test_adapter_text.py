@@ -143,7 +143,7 @@ def test_a_reload_and_a_rollback_take_their_template_with_them(
 def test_processes_of_templates_end_with_the_engine(base: Path, own: LoRARequest) -> None:
     with LLM(str(base), max_model_len=160) as llm:
         llm.chat(CHAT, GREEDY, lora_request=own)
-        processes = [each._process for each in llm._front.texts._templates._all if each._process is not None]
+        processes = [each._process for each in llm._front.texts._templates._processes._all if each._process is not None]
         assert [each.poll() for each in processes] == [None]
     assert processes[0].returncode is not None
 

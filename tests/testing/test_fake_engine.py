@@ -42,7 +42,10 @@ def test_verbs_have_the_real_ones_parameters(name: str) -> None:
     assert set(parameters(EngineSurface, name)) <= set(real)
 
 
-@pytest.mark.parametrize("name", [name for name in members(TokenizerSurface) if name.islower()])
+METHODS = [name for name in members(TokenizerSurface) if callable(getattr(TokenizerSurface, name))]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.islower()])
 def test_the_tokenizer_has_the_real_ones_parameters(name: str) -> None:
     wanted = parameters(TokenizerSurface, name)
     assert parameters(FakeTokenizer, name)[: len(wanted)] == wanted

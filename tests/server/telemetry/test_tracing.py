@@ -111,7 +111,7 @@ async def test_several_prompts_are_one_span(traced: httpx.AsyncClient, spans: Sp
 def test_times_of_several_prompts_are_those_of_the_first_token_and_of_the_longest_wait() -> None:
     trace = RequestTrace()
     for began_s, first_s, scheduled_s in ((0.0, 3.0, 102.0), (0.0, 2.0, 100.5), (0.0, None, None)):
-        tab = Tab("", "", "sql", 3, began_s, first_s)
+        tab = Tab("", "", "sql", 3, began_s, first_s=first_s)
         times = RequestMetrics(arrival_time=100.0, first_scheduled_time=scheduled_s)
         tab.output = RequestOutput("r", None, (1,), (CompletionOutput(0, "", (1, 2)),), False, metrics=times)
         trace.see(Generation("cmpl-1", 0, "sql", ()), SamplingParams(), tab, None)
