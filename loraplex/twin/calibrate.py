@@ -1,6 +1,7 @@
 """`loraplex calibrate`: runs an engine for a bounded time, and fits what its steps and loads take.
 
-    steps    batches of every size that fits: prompts and decodes, beside each other too, without and with adapters
+    steps    batches of every size that fits: prompts and decodes, beside each other too, without and with adapters;
+             every other trial is a mix, whose requests come one by one as those of a server do
     loads    an adapter of each rank from its files, and from the disk tier
     copies   from the host to a device with memory of its own
 
@@ -48,13 +49,17 @@ LONGEST_SHARE = 0.05
 """Of the time: trials whose prompts would take longer are left out, unless they are small."""
 
 OUTPUT_TOKENS = 8
+MIXED_STEPS = 32
+"""Over which the requests of a mix come, and the most tokens that one of them draws: twice their mean."""
+
+MIN_PROMPT_TOKENS = 4
 MAX_ADAPTERS = 16
 FIRST_ADAPTER_ID = 1 << 20
 """Of adapters that are made here: those of the registry are numbered from 1."""
 
 FIRST_TOKEN_ID = 3
 LOAD_ROUNDS = 3
-MAX_RATIOS = 4096
+MAX_RATIOS = 8192
 """Of steps that the calibration keeps; the last ones."""
 
 Tell = Callable[[str, float], None]
@@ -63,16 +68,39 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`num_rows` prompts of `prompt_len` tokens at once, then a second batch beside their decodes; adapters in turn."""
+    """`num_rows` prompts of `prompt_len` tokens at once, then a second batch beside their decodes; adapters in turn.
+
+    is_mixed: twice as many prompts of drawn lengths up to that come one by one, so that about `num_rows` run at once.
+    """
 
     num_rows: int
     prompt_len: int
     num_adapters: int
     rank: int
+    is_mixed: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
         return self.num_rows * self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRequest:
+    """What comes at one step of a trial; adapter: which of the trial's."""
+
+    at_step: int
+    adapter: int
+    prompt_len: int
+    output_len: int
+
+
+def _halves(trial: Trial) -> list[TrialRequest]:
+    """The second half comes two steps after the first."""
+    half = -(-trial.num_rows // 2)
+    return [
+        TrialRequest(0 if row < half else 2, row % max(1, trial.num_adapters), trial.prompt_len, OUTPUT_TOKENS)
+        for row in range(trial.num_rows)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +152,8 @@ class _Bench:
         fitted, held_out = self._measure_steps(ends_s, seconds, tell)
         model = StepModel.fit([each.work for each in fitted], [each.ms for each in fitted])
         errors = model.errors([each.work for each in held_out], [each.ms for each in held_out])
-        ratios = [sample.ms / model.ms(sample.work) for sample in self._seen][-MAX_RATIOS:]
+        seen = self._seen[-MAX_RATIOS:]
+        ratios = tuple((each.work.num_tokens, round(each.ms / model.ms(each.work), 3)) for each in seen)
         info = self._core.info
         block_bytes = self._core.memory_report().kv_block_bytes
         return Calibration(
@@ -138,7 +167,7 @@ class _Bench:
             error_p50=float(np.percentile(errors, 50)),
             error_p90=float(np.percentile(errors, 90)),
             num_steps=len(fitted),
-            step_ratios=tuple(round(ratio, 3) for ratio in ratios),
+            step_ratios=ratios,
             block_bytes=block_bytes,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
@@ -219,7 +248,7 @@ class _Bench:
         """(for the fit, for its errors)."""
         fitted: list[Sample] = []
         held_out: list[Sample] = []
-        trials, token_s, number = itertools.cycle(list(self._trials())), 0.0, 0
+        trials, token_s, number = itertools.cycle(self._trials()), 0.0, 0
         while (left_s := ends_s - time.perf_counter()) > 0 or number < MIN_TRIALS:
             trial = next(trials)
             is_long = trial.num_prompt_tokens * token_s > seconds * LONGEST_SHARE
@@ -241,8 +270,9 @@ class _Bench:
         return 1e-3 * sum(each.ms for each in large) / max(1, sum(each.work.num_tokens for each in large))
 
     def _trials(self) -> list[Trial]:
-        """All that fit, in an order in which any beginning has small and large ones."""
-        most_rows, length = self._config.max_num_seqs, self._core.info.max_model_len - 2 * OUTPUT_TOKENS
+        """All that fit, in an order in which any beginning has small and large ones; behind each the mix of its rows.
+        """
+        most_rows, length = self._config.max_num_seqs, self._core.info.max_model_len - MIXED_STEPS
         most_tokens = min(MAX_TRIAL_TOKENS, self._core.info.num_kv_blocks * self._core.info.block_size // 2)
         rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]
         lengths = [size for size in (4, 16, 64, 256, 1024) if size <= length] or [max(1, length)]
@@ -254,31 +284,47 @@ class _Bench:
         }
         listed = sorted(trials, key=lambda trial: (trial.num_rows, trial.prompt_len, trial.num_adapters, trial.rank))
         self._draw.shuffle(listed)
-        return listed
+        return [each for trial in listed for each in (trial, replace(trial, is_mixed=True))]
 
     def _run(self, trial: Trial) -> None:
-        """The second half of the batch comes two steps after the first."""
-        half = -(-trial.num_rows // 2)
-        self._add(trial, 0, half)
-        for _ in range(2):
-            self._step()
-        self._add(trial, half, trial.num_rows)
-        while self._core.has_unfinished:
+        requests = self._mix(trial) if trial.is_mixed else _halves(trial)
+        for step in itertools.count():
+            while requests and (requests[0].at_step <= step or not self._core.has_unfinished):
+                self._add(trial, requests.pop(0))
+            if not self._core.has_unfinished:
+                return
             self._step()
 
-    def _add(self, trial: Trial, begin: int, end: int) -> None:
-        vocab_size = self._core.info.vocab_size
-        params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-        for row in range(begin, end):
-            prompt = tuple(self._draw.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(trial.prompt_len))
-            ids = self._ids_of[trial.rank]
-            adapter_id = ids[row % trial.num_adapters] if trial.num_adapters else None
-            digest = "" if adapter_id is None else _digest(adapter_id)
-            name = f"calibrate-{next(self._request_ids)}"
-            request = Request(
-                name, prompt, params, OUTPUT_TOKENS, 0, adapter_id=adapter_id, adapter_digest=digest, arrival_s=0.0
+    def _mix(self, trial: Trial) -> list[TrialRequest]:
+        shortest, longest = min(MIN_PROMPT_TOKENS, trial.prompt_len), trial.prompt_len
+        drawn = [
+            TrialRequest(
+                self._draw.randrange(MIXED_STEPS),
+                row % max(1, trial.num_adapters),
+                self._draw.randint(shortest, longest),
+                self._draw.randint(1, MIXED_STEPS),
             )
-            self._core.add_request(request)
+            for row in range(2 * trial.num_rows)
+        ]
+        return sorted(drawn, key=lambda request: request.at_step)
+
+    def _add(self, trial: Trial, request: TrialRequest) -> None:
+        vocab_size = self._core.info.vocab_size
+        params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+        prompt = tuple(self._draw.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(request.prompt_len))
+        adapter_id = self._ids_of[trial.rank][request.adapter] if trial.num_adapters else None
+        self._core.add_request(
+            Request(
+                f"calibrate-{next(self._request_ids)}",
+                prompt,
+                params,
+                request.output_len,
+                0,
+                adapter_id=adapter_id,
+                adapter_digest="" if adapter_id is None else _digest(adapter_id),
+                arrival_s=0.0,
+            )
+        )
 
     def _see(self, plan: SchedulePlan) -> None:
         self._plan = plan

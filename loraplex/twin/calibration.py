@@ -17,7 +17,7 @@ from loraplex.kernels.slices import align
 from loraplex.twin.files import read_bounded
 from loraplex.twin.step_model import FEATURES, StepModel
 
-FORMAT = 2
+FORMAT = 3
 """Of the file. Another one is refused."""
 
 MAX_FILE_BYTES = 2**20
@@ -44,8 +44,8 @@ class Calibration:
     """A model on a machine, with the settings of an engine.
 
     step_ms: coefficient of each feature (step_model.FEATURES). error_p50, error_p90: of steps that the fit did not see,
-    relative; num_steps: that it saw. step_ratios: measured over predicted, of steps in their order, since a machine's
-    slow moments last for several. has_one_memory: kernels read host memory (a CPU). block_bytes: of a KV block of
+    relative; num_steps: that it saw. step_ratios: (tokens, measured over predicted) of steps in their order, since a
+    machine's slow moments last for several. has_one_memory: kernels read host memory (a CPU). block_bytes: of a KV block of
     block_size tokens. adapter_bytes: packed, by rank, on all linears, in num_extents equal pieces. source, disk: how
     long a load takes from there; copy: from the host to a device with memory of its own.
     """
@@ -60,7 +60,7 @@ class Calibration:
     error_p50: float
     error_p90: float
     num_steps: int
-    step_ratios: tuple[float, ...]
+    step_ratios: tuple[tuple[int, float], ...]
     block_bytes: int
     block_size: int
     max_model_len: int
@@ -124,7 +124,8 @@ class Calibration:
         for name, most in _MOST.items():
             if not 1 <= getattr(self, name) <= most:
                 return name
-        times = [*(self.step_ms.get(name, -1.0) for name in FEATURES), *self.step_ratios]
+        times = [*(self.step_ms.get(name, -1.0) for name in FEATURES)]
+        times += [number for ratio in self.step_ratios for number in ratio]
         times += [1e3 * each for read in (self.source, self.disk, self.copy) for each in (read.open_s, read.byte_s)]
         if not all(0 <= each <= MAX_MS for each in times):
             return "a time"

@@ -10,8 +10,9 @@ it, and their sum can bend either way. It never falls with more work.
 
 from __future__ import annotations
 
+import bisect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +49,11 @@ TRIM_ABOVE = 3.0
 
 
 RUN_STEPS = 32
-"""Steps in turn that are disturbed as measured ones were."""
+"""Steps of one size in turn that are disturbed as measured ones were."""
+
+SIZES = (4, 16, 64, 256)
+"""Most tokens of a step of each size but the last: the fit may be off for one, and a disturbance of small steps is not
+that of large ones."""
 
 
 class StepWork(NamedTuple):
@@ -135,25 +140,38 @@ class StepModel:
 
 
 class Disturbances:
-    """What the next step takes over what the model says: runs of RUN_STEPS measured ratios, each from a drawn place.
+    """What the next step takes over what the model says: runs of RUN_STEPS measured ratios of steps of its size, each
+    from a drawn place.
 
     The median of the ratios is about 1, and their mean is above it: other load on a machine makes steps slower, for
-    several steps in turn. Without ratios every step takes what the model says. This is a block bootstrap (Künsch,
-    Annals of Statistics 17, 1989).
+    several steps in turn. A size without ratios has those of the next one that has any; without any every step takes
+    what the model says. This is a block bootstrap (Künsch, Annals of Statistics 17, 1989).
+
+    ratios: (tokens, measured over predicted) of steps in their order.
     """
 
-    def __init__(self, ratios: Sequence[float], seed: int) -> None:
-        self._ratios = ratios
+    def __init__(self, ratios: Iterable[tuple[int, float]], seed: int) -> None:
         self._draw = random.Random(seed)
-        self._run: list[float] = []
+        by_size: list[list[float]] = [[] for _ in range(len(SIZES) + 1)]
+        for num_tokens, ratio in ratios:
+            by_size[_size(num_tokens)].append(ratio)
+        known = [size for size, found in enumerate(by_size) if found]
+        self._ratios = [by_size[min(known, key=lambda each: abs(each - size))] for size in range(len(by_size)) if known]
+        self._runs: list[list[float]] = [[] for _ in by_size]
 
-    def next(self) -> float:
+    def next(self, num_tokens: int) -> float:
         if not self._ratios:
             return 1.0
-        if not self._run:
-            begin = self._draw.randrange(len(self._ratios))
-            self._run = list(self._ratios[begin : begin + RUN_STEPS])[::-1]
-        return self._run.pop()
+        size = _size(num_tokens)
+        if not self._runs[size]:
+            ratios = self._ratios[size]
+            begin = self._draw.randrange(len(ratios))
+            self._runs[size] = ratios[begin : begin + RUN_STEPS][::-1]
+        return self._runs[size].pop()
+
+
+def _size(num_tokens: int) -> int:
+    return bisect.bisect_left(SIZES, num_tokens)
 
 
 def nnls(matrix: Floats, target: Floats) -> Floats:

@@ -220,7 +220,8 @@ class VirtualRunner:
         self.num_steps = 0
 
     def launch(self, plan: SchedulePlan) -> VirtualStep:
-        seconds = 1e-3 * self._model.ms(StepWork.of(plan, self._rank_of)) * self._disturbances.next()
+        work = StepWork.of(plan, self._rank_of)
+        seconds = 1e-3 * self._model.ms(work) * self._disturbances.next(work.num_tokens)
         began_s = max(self._clock.now_s, self._free_s)
         ends_s = began_s + seconds
         if self._copies is not None:

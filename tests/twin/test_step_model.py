@@ -73,18 +73,28 @@ def test_disturbed_steps_are_left_out() -> None:
 
 def test_steps_are_disturbed_in_runs_as_they_were_measured() -> None:
     ratios = [1 + number / 1000 for number in range(1000)]
-    drawn = Disturbances(ratios, seed=5)
-    taken = [ratios.index(drawn.next()) for _ in range(40 * RUN_STEPS)]
+    measured = [(8, ratio) for ratio in ratios]
+    drawn = Disturbances(measured, seed=5)
+    taken = [ratios.index(drawn.next(8)) for _ in range(40 * RUN_STEPS)]
     breaks = [index for index in range(1, len(taken)) if taken[index] != taken[index - 1] + 1]
     assert 30 < len(breaks) < 60, "a run ends after RUN_STEPS, or at the last ratio"
-    again = Disturbances(ratios, seed=5)
-    assert [ratios.index(again.next()) for _ in range(len(taken))] == taken
-    other = Disturbances(ratios, seed=6)
-    assert [ratios.index(other.next()) for _ in range(len(taken))] != taken
+    again = Disturbances(measured, seed=5)
+    assert [ratios.index(again.next(8)) for _ in range(len(taken))] == taken
+    other = Disturbances(measured, seed=6)
+    assert [ratios.index(other.next(8)) for _ in range(len(taken))] != taken
+
+
+def test_a_step_is_disturbed_as_steps_of_its_size_were() -> None:
+    """Small steps took a fifth more than the fit says, and large ones what it says."""
+    drawn = Disturbances([(each, 1.2 if each == 1 else 1.0) for each in (1, 300) * 500], seed=5)
+    assert {drawn.next(3) for _ in range(100)} == {1.2}
+    assert {drawn.next(512) for _ in range(100)} == {1.0}
+    assert {drawn.next(9) for _ in range(100)} == {1.2}, "the nearest size that was measured"
 
 
 def test_without_ratios_nothing_is_disturbed() -> None:
-    assert [Disturbances((), seed=5).next() for _ in range(3)] == [1.0] * 3
+    drawn = Disturbances((), seed=5)
+    assert [drawn.next(each) for each in (1, 20, 500)] == [1.0] * 3
 
 
 @given(st.lists(st.floats(0, 10), min_size=len(FEATURES), max_size=len(FEATURES)), st.integers(0, 99))
