@@ -427,36 +427,6 @@ class AdapterResidency:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AddOutcome:
-    """Result of adding an adapter to the store: whether something changed and which names were evicted to make room."""
-
-    is_new: bool
-    evicted: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Whether something changed, as the verbs of vLLM's manager answer."""
-        return self.is_new
-
-
-class AdapterStore(Protocol):
-    """An engine as the registry sees it. Calls may block and are made under no lock; each raises AdapterError.
-
-    attach_adapters: as `add_adapter` of each, but nothing is read: the first request or verb that needs the weights
-    loads them. list_adapters: those of `adapter_ids` that it has; None: all.
-    """
-
-    def add_adapter(self, spec: AdapterSpec) -> AddOutcome: ...
-    def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None: ...
-    def drop_adapter(self, adapter_id: int) -> None: ...
-    def promote_adapter(self, adapter_id: int) -> AddOutcome: ...
-    def evict_adapter(self, adapter_id: int) -> bool: ...
-    def pin_adapter(self, adapter_id: int) -> bool: ...
-    def unpin_adapter(self, adapter_id: int) -> bool: ...
-    def abort_adapter(self, adapter_id: int) -> int: ...
-    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]: ...
-
-
 STRETCHED_ROPE_TYPES = ("default", "linear")
 """Those that an adapter's factor replaces."""
 

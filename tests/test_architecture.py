@@ -25,6 +25,7 @@ ORDER = (
     "structured",
     "sampling_params",
     "core",
+    "adapter_store",
     "routing",
     "cpu",
     "events",
@@ -361,7 +362,7 @@ OF_NAMES = {
 }
 OF_IDS = {
     "loraplex.memory.manager",  # where it is done
-    "loraplex.core",  # AdapterStore, of which the engine's wire is made
+    "loraplex.adapter_store",  # of which the engine's wire is made
     "loraplex.testing.fake_adapter_store",  # its double
 }
 OTHER_PINS = {"loraplex.memory.space.arena"}  # page-locks memory
@@ -398,7 +399,7 @@ def test_a_verb_is_written_where_it_is_done_at_its_routes_and_in_its_double(verb
 
 
 def test_the_engines_wire_has_no_message_for_a_verb() -> None:
-    from loraplex.core import AdapterStore
+    from loraplex.adapter_store import AdapterStore
     from loraplex.frontend.store import STORE_METHODS
 
     assert "pin_adapter" in STORE_METHODS

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapter_store import LongContext
 from loraplex.adapters.fields import (
     ALPHA,
     CONTEXT_FIELDS,
@@ -73,15 +74,6 @@ class ModuleNumbers:
     alphas: dict[str, float]
     scalings: dict[str, float]
     warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LongContext:
-    """rope_factor: what the adapter's rows divide the rotary frequencies by. max_model_len: prompt and output together,
-    in tokens."""
-
-    rope_factor: float
-    max_model_len: int
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from loraplex.adapter_store import LongContext
 from loraplex.adapters.conversion import (
     Converter,
     are_equal,
@@ -35,7 +36,7 @@ from loraplex.adapters.conversion import (
     with_tokens,
 )
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFolder, read_files
-from loraplex.adapters.format import LongContext, PEFTHelper
+from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
 from loraplex.adapters.regular_file import Roots, check_size

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from loraplex.adapters.merging.base import MergedAdapter
-from loraplex.adapters.opener import SourceReader
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source_reader import SourceReader
 from loraplex.adapters.weights import CheckedReader
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import EngineInfo, LoraTarget, Shard
@@ -400,14 +400,16 @@ def build_manager(
     lora = _with_one_dtype(lora, backend, model)
     host_arena, copies = host_side(lora, arena)
     long_contexts = model.config.long_contexts(lora.long_lora_scaling_factors)
-    reader = CheckedReader(targets, lora, long_contexts, can_share(backend, targets, host_arena is None))
+    checked = CheckedReader(targets, lora, long_contexts, can_share(backend, targets, host_arena is None))
+    reader = SourceReader(source, checked)
     manager = LoRAModelManager(
         lora,
         targets,
         backend,
         model.activation_dtype,
         arena,
-        open_weights=SourceReader(source, reader).read,
+        open_weights=reader.read,
+        open_adapter=reader.open,
         base=model,
         host_arena=host_arena,
         copies=copies,

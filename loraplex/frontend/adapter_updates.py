@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME, AdapterFolder, metadata_of
 from loraplex.adapters.registry import AdapterText, LoadResult, LoRARef, LoRARegistry, OpenedAdapter
-from loraplex.adapters.uploads import UPLOAD_PREFIX, Upload, UploadStore
+from loraplex.adapters.sources.uploads import UPLOAD_PREFIX, Upload, UploadStore
 from loraplex.core import AdapterSpec
 from loraplex.errors import (
     AdapterConfigMissingError,

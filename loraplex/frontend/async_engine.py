@@ -8,7 +8,6 @@ with an error, it is started again, and knows its adapters again under the same 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import threading
 import time
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry import (
     DatabaseHealth,
     HeldAdapters,
@@ -31,18 +31,9 @@ from loraplex.adapters.registry import (
     SharedJournal,
     start_thread,
 )
-from loraplex.adapters.uploads import DEFAULT_LIMITS, FOLDER_NAME, UploadLimits, UploadStore
+from loraplex.adapters.sources.uploads import DEFAULT_LIMITS, FOLDER_NAME, UploadLimits, UploadStore
 from loraplex.config import EngineConfig, RegistryDatabase
-from loraplex.core import (
-    AdapterChoice,
-    AdapterStore,
-    EngineInfo,
-    LoRAMix,
-    LoRARequest,
-    RequestOutput,
-    SamplingParams,
-    TokenOutput,
-)
+from loraplex.core import AdapterChoice, EngineInfo, LoRAMix, LoRARequest, RequestOutput, SamplingParams, TokenOutput
 from loraplex.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -227,8 +218,7 @@ class AsyncEngine(AdapterVerbs):
         engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision, runners)
         uploads = UploadStore(None if state_dir is None else Path(state_dir).resolve() / FOLDER_NAME, upload_limits)
         try:
-            importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
-            await asyncio.gather(engine._runners.start(), importing)
+            await engine._runners.start()
             engine._make_front(base_names, uploads)
             await asyncio.to_thread(engine._front.forms.prepare)
             if journal is not None:

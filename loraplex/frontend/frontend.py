@@ -8,23 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.files import AdapterFolder
+from loraplex.adapters.opener import AdapterOpener, no_text
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.uploads import UPLOAD_PREFIX, UploadStore
+from loraplex.adapters.sources.uploads import UPLOAD_PREFIX, UploadStore
 from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase
-from loraplex.core import (
-    AdapterChoice,
-    AdapterMix,
-    AdapterStore,
-    EngineInfo,
-    LoRAMix,
-    LoRARequest,
-    MixPart,
-    mix_digest,
-)
+from loraplex.core import AdapterChoice, AdapterMix, EngineInfo, LoRAMix, LoRARequest, MixPart, mix_digest
 from loraplex.errors import ConfigError, InvalidRequestError, LoraDisabledError, shortened
 from loraplex.frontend.adapter_updates import AdapterUpdates
 from loraplex.structured.judge import FormJudge
@@ -37,7 +30,6 @@ from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
 if TYPE_CHECKING:
     from loraplex.adapters.journal import SqliteJournal
     from loraplex.adapters.journal.postgres_journal import PostgresJournal
-    from loraplex.adapters.opener import AdapterOpener
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +219,7 @@ def make_front(
     texts = _texts(config, info)
     base, registry, updates = texts.of(None), None, None
     if config.lora is not None and store is not None:
-        opener, names = _opener(config, config.lora, info, texts), {served_model_name, *base_names}
+        opener, names = _opener(config, config.lora, store, texts), {served_model_name, *base_names}
         updates = AdapterUpdates(uploads or UploadStore(None), opener)
         registry = LoRARegistry(
             store,
@@ -274,14 +266,9 @@ def open_journal(
     return SqliteJournal(str(state_dir), config.model)
 
 
-def _opener(config: EngineConfig, lora: LoRAConfig, info: EngineInfo, texts: AdapterTexts) -> AdapterOpener:
-    # These bring in torch: a second, spent while an engine process starts.
-    from loraplex.adapters.opener import AdapterOpener, no_text
-    from loraplex.adapters.weights import CheckedReader
-
-    reader = CheckedReader(info.targets, lora, info.long_contexts, keeps_projections=info.device == "cpu")
+def _opener(config: EngineConfig, lora: LoRAConfig, store: AdapterStore, texts: AdapterTexts) -> AdapterOpener:
     source = AdapterSource(config.root_paths, max_object_bytes=_max_object_bytes(lora))
-    return AdapterOpener(source, reader, texts.read if lora.adapter_text else no_text)
+    return AdapterOpener(source, store.open_adapter, texts.read if lora.adapter_text else no_text)
 
 
 def _texts(config: EngineConfig, info: EngineInfo) -> AdapterTexts:

@@ -13,19 +13,11 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
+from loraplex.adapter_store import AddOutcome
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARef, SwitchResult
 from loraplex.adapters.registry.drain import check_deadline
 from loraplex.config import EngineConfig
-from loraplex.core import (
-    AddOutcome,
-    FinishReason,
-    LoRAMix,
-    LoRARequest,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenOutput,
-)
+from loraplex.core import FinishReason, LoRAMix, LoRARequest, Request, RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.build import Progress, build_engine
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import (

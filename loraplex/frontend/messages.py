@@ -13,8 +13,9 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.config import EngineConfig
-from loraplex.core import AdapterStore, EngineInfo, Request, SamplingParams, TokenOutput
+from loraplex.core import EngineInfo, Request, SamplingParams, TokenOutput
 from loraplex.errors import LoraplexError, UnknownMessageError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.frontend.store import STORE_METHODS

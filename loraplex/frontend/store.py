@@ -10,7 +10,8 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from loraplex.core import AdapterStore, TokenOutput
+from loraplex.adapter_store import AdapterStore
+from loraplex.core import TokenOutput
 from loraplex.errors import EngineDeadError, EngineShutdownError
 
 if TYPE_CHECKING:

@@ -22,19 +22,11 @@ from functools import partial
 
 import torch
 
+from loraplex.adapter_store import AdapterContent, AddOutcome
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
-from loraplex.core import (
-    AcquireResult,
-    AdapterResidency,
-    AdapterSpec,
-    AddOutcome,
-    LoraTarget,
-    MixPart,
-    Tier,
-    WaitsFor,
-)
-from loraplex.errors import AdapterConflictError, AdapterNotFoundError, ConfigError
+from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, LoraTarget, MixPart, Tier, WaitsFor
+from loraplex.errors import AdapterConflictError, AdapterLoadError, AdapterNotFoundError, ConfigError
 from loraplex.events import Detail, EventKind, EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import SlotTable
@@ -68,6 +60,10 @@ MIN_SLOTS = 64
 MAX_SLOTS = 4096
 
 
+def _no_files(path: str, adapter_name: str) -> AdapterContent:
+    raise AdapterLoadError(f"adapter {adapter_name!r}: this engine reads no files")
+
+
 class LoRAModelManager:
     """The residency of adapters: core.ResidencyView for the scheduler, core.AdapterStore but for `abort_adapter`.
 
@@ -76,7 +72,7 @@ class LoRAModelManager:
     thread. base: the model's own weights. on_digest_dropped: called by `poll` when the last adapter of a content is
     gone. ask_kv: asks the KV cache for chunks of `arena` (LoRAMemoryPool). make_policy: of the
     tiers' eviction, if not the one that the config names. other_ranks: their targets, by rank from 1 on; they are told
-    `slot_changes`. make_reader: of what brings weights to the host.
+    `slot_changes`. make_reader: of what brings weights to the host. open_adapter: the verb of core.AdapterStore.
     """
 
     def __init__(
@@ -100,10 +96,10 @@ class LoRAModelManager:
         make_policy: MakePolicy | None = None,
         other_ranks: Sequence[Sequence[LoraTarget]] = (),
         make_reader: Callable[[Packer, Tiers, int], Reader] = WeightReader,
+        open_adapter: Callable[[str, str], AdapterContent] = _no_files,
     ) -> None:
-        self.on_digest_dropped = on_digest_dropped
-        self._open_weights = open_weights
-        self._clock = clock
+        self.on_digest_dropped, self._clock = on_digest_dropped, clock
+        self._open_weights, self.open_adapter = open_weights, open_adapter
         packer = Packer(targets, backend, compute_dtype, base, is_one_memory=host_arena is None)
         changes = None
         if other_ranks:

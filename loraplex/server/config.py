@@ -14,7 +14,7 @@ from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
 from loraplex.adapters.remote.hub import HUB_PREFIX
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
 from loraplex.adapters.sources.named import NamedSources
-from loraplex.adapters.uploads import MAX_STORED_BYTES, MAX_UPLOAD_BYTES, UploadLimits
+from loraplex.adapters.sources.uploads import MAX_STORED_BYTES, MAX_UPLOAD_BYTES, UploadLimits
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S, RegistryDatabase, setting
 from loraplex.errors import AdapterPathNotFoundError, ConfigError
 from loraplex.frontend.runners.settings import RunnerSettings

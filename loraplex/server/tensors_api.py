@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.files import SAFETENSORS_NAME
 from loraplex.adapters.registry import LoadStatus, LoRARef
-from loraplex.adapters.uploads import Upload
+from loraplex.adapters.sources.uploads import Upload
 from loraplex.errors import AdapterTooLargeError
 from loraplex.frontend.adapter_updates import UpdateWish
 from loraplex.server.adapter_schemas import LoadReply

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
+from loraplex.adapter_store import AdapterContent, AddOutcome
+from loraplex.core import AdapterResidency, AdapterSpec, Tier
 from loraplex.errors import AdapterNotFoundError
+
+FAKE_BYTES = 1024
+FAKE_RANK = 8
 
 
 class FakeAdapterStore:
@@ -18,6 +23,10 @@ class FakeAdapterStore:
         self._lock = threading.Lock()
         self._adapters: dict[int, tuple[AdapterSpec, AdapterResidency]] = {}
         self.aborted_adapters: list[int] = []
+
+    def open_adapter(self, path: str, adapter_name: str) -> AdapterContent:
+        """No file is read: the content of a path is the path."""
+        return AdapterContent(hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
 
     def add_adapter(self, spec: AdapterSpec) -> AddOutcome:
         with self._lock:

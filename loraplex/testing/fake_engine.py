@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from loraplex.adapters.files import SAFETENSORS_NAME
 from loraplex.adapters.registry import AdapterText, DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
-from loraplex.adapters.uploads import UploadStore
+from loraplex.adapters.sources.uploads import UploadStore
 from loraplex.core import AdapterChoice, AdapterMix, AdapterSpec, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
@@ -37,7 +37,7 @@ from loraplex.performance.steps import StepProfile
 from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.structured.grammars import GrammarCompiler
 from loraplex.structured.params import StructuredOutputsParams
-from loraplex.testing.fake_adapter_store import FakeAdapterStore
+from loraplex.testing.fake_adapter_store import FAKE_RANK, FakeAdapterStore
 from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
 from loraplex.testing.fake_tokenizer import FakeTokenizer
 
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-FAKE_BYTES = 1024
-FAKE_RANK = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +109,6 @@ class _Run:
     error: LoraplexError | None = None
 
 
-def _opened(path: str) -> OpenedAdapter:
-    """No file is read: the content of a path is the path."""
-    return OpenedAdapter(path, hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
-
-
 class FakeReceivedOpener:
     """The content of a file is its bytes."""
 
@@ -159,7 +151,7 @@ class FakeAsyncEngine(AdapterVerbs):
         self.tokenizer = self._tokenizer if has_tokenizer else None
         self.model_info = model_info or FakeModelInfo()
         self.errors_by_path = dict(errors_by_path or {})
-        self._open_source = open_adapter or _opened
+        self._open_source = open_adapter or self._open_unread
         self.token_delay_s = token_delay_s
         self.max_waiting_requests = max_waiting_requests
         self.texts: dict[str, FakeText] = {}
@@ -214,6 +206,10 @@ class FakeAsyncEngine(AdapterVerbs):
         if path in self.errors_by_path:
             raise self.errors_by_path[path]
         return self._open_source(path)
+
+    def _open_unread(self, path: str) -> OpenedAdapter:
+        content = self.store.open_adapter(path, path)
+        return OpenedAdapter(path, content.adapter_digest, content.nbytes, content.rank)
 
     # ----------------------------------------------------------------------------------------- what a test brings about
 

@@ -270,8 +270,7 @@ class _Bench:
         return 1e-3 * sum(each.ms for each in large) / max(1, sum(each.work.num_tokens for each in large))
 
     def _trials(self) -> list[Trial]:
-        """All that fit, in an order in which any beginning has small and large ones; behind each the mix of its rows.
-        """
+        """All that fit, in an order in which any beginning has small and large ones; behind each its mix."""
         most_rows, length = self._config.max_num_seqs, self._core.info.max_model_len - MIXED_STEPS
         most_tokens = min(MAX_TRIAL_TOKENS, self._core.info.num_kv_blocks * self._core.info.block_size // 2)
         rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]

@@ -43,11 +43,11 @@ class ReadTime:
 class Calibration:
     """A model on a machine, with the settings of an engine.
 
-    step_ms: coefficient of each feature (step_model.FEATURES). error_p50, error_p90: of steps that the fit did not see,
-    relative; num_steps: that it saw. step_ratios: (tokens, measured over predicted) of steps in their order, since a
-    machine's slow moments last for several. has_one_memory: kernels read host memory (a CPU). block_bytes: of a KV block of
-    block_size tokens. adapter_bytes: packed, by rank, on all linears, in num_extents equal pieces. source, disk: how
-    long a load takes from there; copy: from the host to a device with memory of its own.
+    step_ms: coefficient of each feature (step_model.FEATURES). error_p50, error_p90: of steps that the fit did not
+    see, relative; num_steps: that it saw. step_ratios: (tokens, measured over predicted) of steps in their order,
+    since a machine's slow moments last for several. has_one_memory: kernels read host memory (a CPU). block_bytes:
+    of a KV block of block_size tokens. adapter_bytes: packed, by rank, on all linears, in num_extents equal pieces.
+    source, disk: how long a load takes from there; copy: from the host to a device with memory of its own.
     """
 
     model: str

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from loraplex.adapter_store import AdapterContent, AddOutcome
 from loraplex.adapters.registry import (
     AdapterText,
     Journal,
@@ -18,7 +19,7 @@ from loraplex.adapters.registry import (
     NameUsage,
     OpenedAdapter,
 )
-from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
+from loraplex.core import AdapterResidency, AdapterSpec, Tier
 from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, AdapterPathNotFoundError, JournalError
 from loraplex.events import EventKind
 
@@ -67,6 +68,9 @@ class FakeStore:
         self.device_room = 1000
         self.abort: Callable[[int], int] = lambda adapter_id: 0
         self._lock = threading.Lock()
+
+    def open_adapter(self, path: str, adapter_name: str) -> AdapterContent:
+        raise AssertionError("the registry opens adapters by what it was given")
 
     def add_adapter(self, spec: AdapterSpec) -> AddOutcome:
         self.faults.meet("add")

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from loraplex.adapter_store import AddOutcome
 from loraplex.adapters.registry import AdapterText, LoadStatus, LoRARegistry
-from loraplex.core import AddOutcome, Tier
+from loraplex.core import Tier
 from loraplex.errors import (
     AdapterConflictError,
     AdapterMemoryError,

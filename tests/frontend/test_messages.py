@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex import errors
+from loraplex.adapter_store import AdapterContent, AddOutcome, LongContext
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import (
     AdapterResidency,
     AdapterSpec,
-    AddOutcome,
     EngineInfo,
     FinishReason,
     Logprob,
@@ -78,6 +78,7 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.StartEngine(CONFIG),
     msg.AddRequests.of((REQUEST, replace(REQUEST, request_id="r-2"))),
     msg.AbortRequests(("r-1", "r-2")),
+    msg.CallStore(1, "open_adapter", ("/adapters/sql", "sql")),
     msg.CallStore(1, "add_adapter", (SPEC,)),
     msg.CallStore(1, "attach_adapters", ([SPEC, replace(SPEC, adapter_id=8)],)),
     msg.CallStore(2, "drop_adapter", (7,)),
@@ -106,6 +107,7 @@ FROM_ENGINE: tuple[Any, ...] = (
     msg.Fatal({"error": "ModelError", "message": "no"}),
 )
 RESULTS: Mapping[type | str, Any] = {
+    "open_adapter": AdapterContent("0" * 64, 9, 8, 110, (5, 6), LongContext(2.0, 4096)),
     "add_adapter": AddOutcome(True, ("chat",)),
     "attach_adapters": None,
     "drop_adapter": None,

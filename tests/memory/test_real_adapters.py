@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.opener import read_adapter, read_spec
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source_reader import read_adapter, read_spec
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.config import LoRAConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from loraplex.adapters.uploads import UploadStore
+from loraplex.adapters.sources.uploads import UploadStore
 from loraplex.router.fleet import Fleet
 from loraplex.router.run import route
 from loraplex.router.settings import RouteSettings

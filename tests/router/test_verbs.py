@@ -13,7 +13,7 @@ from numpy import float32, full
 from safetensors.numpy import save
 
 from loraplex.adapters.registry import DatabaseHealth, DatabaseState
-from loraplex.adapters.uploads import UploadLimits, UploadStore
+from loraplex.adapters.sources.uploads import UploadLimits, UploadStore
 from loraplex.errors import AdapterFileFormatError, AdapterPathNotFoundError
 from loraplex.router import exchange
 from loraplex.testing.fake_engine import FakeHealth

@@ -22,14 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.fields import HONOURED, IGNORED, REFUSED
 from loraplex.adapters.inspect import inspect_adapter
-from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.registry import LoRARegistry
 from loraplex.adapters.source import AdapterSource
 from loraplex.errors import MAX_REASONS, MAX_TEXT_BYTES, AdapterError, InvalidRequestError
 from loraplex.server import ServerConfig
 from loraplex.server.adapter_roots import AdapterRoots
 from tests.adapters.fake_store import FakeStore
-from tests.security.demo_reader import demo_reader, demo_targets
+from tests.security.demo_reader import demo_opener, demo_targets
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX, BIN = "adapter_model.safetensors.index.json", "adapter_model.bin"
@@ -345,7 +344,7 @@ class LoadPath:
     counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        opener = AdapterOpener(AdapterSource((self.root.resolve(),)), demo_reader())
+        opener = demo_opener(AdapterSource((self.root.resolve(),)))
         self._roots = AdapterRoots.of(ServerConfig(adapter_roots=(str(self.root),)))
         self._registry = LoRARegistry(FakeStore(), opener.open)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 
+from loraplex.adapters.opener import AdapterOpener
+from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source_reader import SourceReader
 from loraplex.adapters.weights import CheckedReader
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -18,3 +21,8 @@ def demo_targets() -> tuple[LoraTarget, ...]:
 
 def demo_reader(lora_config: LoRAConfig | None = None) -> CheckedReader:
     return CheckedReader(demo_targets(), lora_config or LoRAConfig())
+
+
+def demo_opener(source: AdapterSource) -> AdapterOpener:
+    """Reads in this process, as an engine does."""
+    return AdapterOpener(source, SourceReader(source, demo_reader()).open)

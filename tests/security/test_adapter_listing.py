@@ -16,13 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import AdapterLoadError, AdapterPermissionError, AdapterWeightsMissingError, shortened
 from loraplex.server import ServerConfig
 from loraplex.server.adapter_roots import AdapterRoots
-from tests.security.demo_reader import demo_reader
+from tests.security.demo_reader import demo_opener, demo_reader
 
 ADAPTER = adapter_path(TASKS[0].name)
 WEIGHTS, INDEX, SHARD = "adapter_model.safetensors", "adapter_model.safetensors.index.json", "a.safetensors"
@@ -130,7 +129,7 @@ def test_an_index_names_only_files_that_were_listed(adapter: Path, listings: Lis
     """What is opened beside the listing was neither checked nor counted."""
     listings.fault = lambda path, number: SHARD
     with pytest.raises(AdapterWeightsMissingError, match=r"a\.safetensors is missing"):
-        AdapterOpener(AdapterSource(), demo_reader()).open(str(adapter))
+        demo_opener(AdapterSource()).open(str(adapter))
 
 
 def test_shards_that_appear_after_their_bytes_were_counted_are_not_read(adapter: Path, listings: Listings) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.remote.hub import HubAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
@@ -26,7 +25,7 @@ from loraplex.errors import (
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.testing import FakeAsyncEngine
-from tests.security.demo_reader import demo_reader
+from tests.security.demo_reader import demo_opener
 from tests.server.conftest import client_of
 
 ADAPTER = adapter_path(TASKS[0].name)
@@ -350,7 +349,7 @@ def test_messages_have_no_path_but_the_one_that_was_sent(
     BROKEN[fault](store / "a")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
-    opener = AdapterOpener(AdapterSource(allowed_roots=(store,)), demo_reader())
+    opener = demo_opener(AdapterSource(allowed_roots=(store,)))
     for given in ("~/a", "a", "./a"):
         with pytest.raises(AdapterLoadError) as caught:
             opener.open(given)

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
 from loraplex.adapters import opener
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.opener import REFUSED_S, AdapterOpener, SourceReader, read_spec
+from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source_reader import REFUSED_S, SourceReader, read_spec
 from loraplex.adapters.weights import CheckedReader
 from loraplex.core import AdapterSpec
 from loraplex.demo.tasks import TASKS, adapter_path
@@ -35,7 +36,7 @@ from loraplex.errors import (
     AdapterValidationError,
 )
 from tests.frontend.processes import Client, demo_config, within
-from tests.security.demo_reader import demo_reader
+from tests.security.demo_reader import demo_opener, demo_reader
 
 ADAPTER = adapter_path(TASKS[0].name)
 CONFIG, WEIGHTS, BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -119,7 +120,7 @@ def swap(path: Path, target: Path) -> None:
 
 
 def opener_of(*roots: Path) -> AdapterOpener:
-    return AdapterOpener(AdapterSource(roots), demo_reader())
+    return demo_opener(AdapterSource(roots))
 
 
 def check_refused(error: AdapterLoadError, swapper: Swapper, outside: Path) -> None:
@@ -182,7 +183,7 @@ def test_what_stays_inside_is_read(adapter: Path, swapper: Swapper) -> None:
 def test_without_roots_links_are_followed_as_ever(adapter: Path, swapper: Swapper) -> None:
     other = Path(shutil.copytree(adapter, adapter.parents[2] / "other"))
     swapper.before(CONFIG, 1, lambda: swap(adapter, other))
-    assert AdapterOpener(AdapterSource(), demo_reader()).open(str(adapter)).path == str(adapter)
+    assert demo_opener(AdapterSource()).open(str(adapter)).path == str(adapter)
 
 
 def test_a_system_without_proc_asks_the_path_again(
@@ -394,7 +395,7 @@ def test_a_snapshot_that_leaves_its_part_of_the_cache_is_not_read(
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(snapshot))
-    opener = AdapterOpener(AdapterSource((tmp_path / "root",), hub_cache=cache), demo_reader())
+    opener = demo_opener(AdapterSource((tmp_path / "root",), hub_cache=cache))
     assert opener.open("hf://org/name").path == str(snapshot)
 
     outside = (tmp_path if target == "never-sent" else cache) / target

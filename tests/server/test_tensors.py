@@ -19,7 +19,7 @@ from numpy import float32, full
 from safetensors.numpy import save
 
 from loraplex.adapters.registry import OpenedAdapter
-from loraplex.adapters.uploads import UploadLimits, UploadStore
+from loraplex.adapters.sources.uploads import UploadLimits, UploadStore
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterValidationError, AdapterWeightsMissingError
 from loraplex.frontend.adapter_updates import AdapterUpdates

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from loraplex.adapters import opener as adapter_opener
+from loraplex.adapters import source_reader
 
 FRONT_MARKER = "held-front"
 ENGINE_MARKER = "held-engine"
@@ -23,7 +23,7 @@ POLL_S = 0.005
 @contextmanager
 def heeding(marker: str) -> Iterator[None]:
     """In this process, reads of a directory with `marker` in it hang; MAX_HOLD_S stands for no end."""
-    read_adapter = adapter_opener.read_adapter
+    read_adapter = source_reader.read_adapter
 
     def wait_and_read(path: str, *arguments: Any) -> Any:
         deadline_s = time.monotonic() + MAX_HOLD_S
@@ -31,7 +31,7 @@ def heeding(marker: str) -> Iterator[None]:
             time.sleep(POLL_S)
         return read_adapter(path, *arguments)
 
-    with mock.patch.object(adapter_opener, "read_adapter", wait_and_read):
+    with mock.patch.object(source_reader, "read_adapter", wait_and_read):
         yield
 
 

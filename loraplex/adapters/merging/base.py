@@ -18,8 +18,8 @@ import torch
 
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.merging.outline import Origin, Outline
-from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source_reader import read_adapter
 from loraplex.adapters.weights import CheckedReader, LoRALayerWeights, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget, ShardKind

@@ -33,8 +33,8 @@ from loraplex.adapters.kinds import (
     parse_tensor_name,
     unused_reasons,
 )
-from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source_reader import read_adapter
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.weights import BIN_COPIES, CheckedReader, LoRAModel
 from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig

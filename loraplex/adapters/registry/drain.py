@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, PendingDrain
-from loraplex.core import AdapterStore, Tier
+from loraplex.core import Tier
 from loraplex.errors import AdapterNotFoundError, DatabaseUnavailableError, InvalidRequestError
 
 _log = logging.getLogger(__name__)

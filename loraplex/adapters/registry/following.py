@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.adapters.registry.drain import Drain
 from loraplex.adapters.registry.records import NameChange, NameRecord, SharedJournal, VersionRecord
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion
-from loraplex.core import AdapterStore
 from loraplex.errors import AdapterNotFoundError, AdapterUnavailableError, LoraplexError
 from loraplex.events import Detail, EventKind
 

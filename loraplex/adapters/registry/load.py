@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.drain import Drain
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
-from loraplex.core import AdapterId, AdapterSpec, AdapterStore
+from loraplex.core import AdapterId, AdapterSpec
 from loraplex.errors import AdapterNotFoundError, EngineError, LoraplexError
 
 _log = logging.getLogger(__name__)

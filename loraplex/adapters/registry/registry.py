@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+from loraplex.adapter_store import AdapterStore, AddOutcome
 from loraplex.adapters.registry.adapter_name import (
     check_adapter_name,
     check_lora_int_id,
@@ -51,7 +52,7 @@ from loraplex.adapters.registry.verbs import (
 )
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, Views
-from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
+from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError, InvalidRequestError
 from loraplex.events import Detail, EventKind
 

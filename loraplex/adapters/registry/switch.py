@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.drain import Drain
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, SwitchResult
 from loraplex.adapters.registry.version import AdapterVersion, PendingDrain
-from loraplex.core import AdapterStore
 from loraplex.errors import AdapterNoRoomError, DatabaseUnavailableError
 
 

@@ -6,9 +6,10 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef
-from loraplex.core import AdapterResidency, AdapterStore, Tier
+from loraplex.core import AdapterResidency, Tier
 
 NAMES_AT_ONCE = 2048
 """The store is asked for so many names at a time: one answer for all would hold up its steps."""

@@ -17,7 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
+from loraplex.adapter_store import AddOutcome
+from loraplex.core import AdapterResidency, AdapterSpec, Tier
 from loraplex.errors import AdapterNotFoundError, EngineDeadError, EngineTimeoutError, LoraplexError
 from loraplex.frontend import messages as msg
 from loraplex.frontend.runners.runner import Runner
@@ -49,10 +50,12 @@ class StoreOfRunners:
         self._pinning: set[asyncio.Task[None]] = set()
 
     async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Raises the first error of a runner; EngineDeadError when no runner is left."""
+        """Raises the first error of a runner; EngineDeadError when no runner is left. One opens files for all."""
         was_pinned = not self._pinned.isdisjoint(each for each in arguments if isinstance(each, int))
         self._note(method, arguments)
         members = [runner for runner in self._runners if runner.is_member]
+        if method == "open_adapter":
+            members = members[:1]
         asked = await asyncio.gather(*(_ask(runner, method, arguments) for runner in members))
         answers = {runner: answer for runner, answer in zip(members, asked, strict=True) if not _is_lost(answer)}
         errors = [each for each in answers.values() if isinstance(each, BaseException)]
@@ -139,6 +142,8 @@ def _is_lost(answer: Any) -> bool:
 def _together(answers: Sequence[Any]) -> Any:
     """One answer of all: an outcome of each, whether something changed anywhere, a number, or a list by adapter."""
     first = answers[0]
+    if len(answers) == 1:
+        return first
     if isinstance(first, AddOutcome):
         evicted = dict.fromkeys(name for each in answers for name in each.evicted)
         return AddOutcome(any(answers), tuple(evicted))

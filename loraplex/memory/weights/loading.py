@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from loraplex.adapters.opener import check_content
+from loraplex.adapters.source_reader import check_content
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
 from loraplex.errors import (

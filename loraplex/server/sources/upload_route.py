@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME
 from loraplex.adapters.registry import LoadResult, LoRARef, LoRARegistry
-from loraplex.adapters.uploads import Upload
+from loraplex.adapters.sources.uploads import Upload
 from loraplex.errors import AdapterConflictError, AdapterTooLargeError
 from loraplex.frontend.adapter_updates import UpdateWish
 from loraplex.server.adapter_schemas import LoadReply

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraplex.adapters.format import LongContext
+from loraplex.adapter_store import LongContext
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraSlice, LoraTarget, ShardKind
 from loraplex.kernels.plan import SlotTable

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.uploads import UploadLimits, UploadStore
+from loraplex.adapters.sources.uploads import UploadLimits, UploadStore
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.api_error import ApiError
 from loraplex.server.sources.form import UploadForm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.uploads import Upload, UploadLimits, UploadStore
+from loraplex.adapters.sources.uploads import Upload, UploadLimits, UploadStore
 from loraplex.errors import AdapterMemoryError, AdapterTooLargeError
 
 NAME = "adapter_model.safetensors"

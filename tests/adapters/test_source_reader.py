@@ -1,0 +1,84 @@
+"""What an engine reads of adapters: once for `open` and the `read` that follows."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from loraplex.adapters import source_reader
+from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source_reader import OpenedModels, SourceReader
+from loraplex.adapters.weights import LoRAModel
+from loraplex.core import AdapterSpec
+from loraplex.demo.tasks import assets_path
+from loraplex.errors import AdapterContentChangedError, AdapterLoadError
+from tests.security.demo_reader import demo_reader
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sorted((assets_path() / "adapters").iterdir())[0], tmp_path / "adapter"))
+
+
+@pytest.fixture
+def reader() -> SourceReader:
+    return SourceReader(AdapterSource(), demo_reader())
+
+
+def spec_of(directory: Path, reader: SourceReader) -> AdapterSpec:
+    content = reader.open(str(directory), "a")
+    return AdapterSpec(7, "a", 1, content.adapter_digest, str(directory), content.nbytes, content.rank)
+
+
+def model_of(nbytes: int, digest: str) -> LoRAModel:
+    return mock.create_autospec(LoRAModel, instance=True, nbytes=nbytes, adapter_digest=digest)
+
+
+def test_what_was_opened_is_not_read_again(directory: Path, reader: SourceReader) -> None:
+    spec = spec_of(directory, reader)
+    (directory / WEIGHTS).unlink()
+    model = reader.read(spec)
+    assert (model.adapter_id, model.adapter_digest) == (7, spec.adapter_digest)
+    with pytest.raises(AdapterLoadError):  # it was taken
+        reader.read(spec)
+
+
+def test_another_content_is_not_given_for_the_one_that_was_opened(directory: Path, reader: SourceReader) -> None:
+    spec = spec_of(directory, reader)
+    with pytest.raises(AdapterContentChangedError):
+        reader.read(AdapterSpec(7, "a", 1, "0" * 64, spec.path, spec.nbytes, spec.max_rank))
+
+
+def test_what_nothing_adds_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[threading.Timer] = []
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
+    now = [100.0]
+    monkeypatch.setattr(source_reader.time, "monotonic", lambda: now[0])
+    models = OpenedModels(max_bytes=1000)
+    models.put("x", model_of(10, "1"))
+    now[0] += 1.5
+    models.put("y", model_of(10, "2"))
+    assert len(timers) == 1
+    now[0] += 1.0
+    timers[0].function()
+    assert models.take("x", "1") is None
+    assert len(timers) == 2, "for what is still there"
+    now[0] += 1.5
+    timers[1].function()
+    assert models.take("y", "2") is None
+    assert len(timers) == 2
+
+
+def test_the_bytes_that_wait_are_bounded() -> None:
+    models = OpenedModels(max_bytes=100)
+    models.put("large", model_of(101, "1"))
+    assert models.take("large", "1") is None
+    for number in range(5):
+        models.put(str(number), model_of(40, "2"))
+    assert [models.take(str(number), "2") is not None for number in range(5)] == [False, False, False, True, True]
