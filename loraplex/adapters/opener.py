@@ -7,13 +7,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import LongContext, PEFTHelper
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
+from loraplex.adapters.remote.fetched import FetchedFiles, MakeRoom
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
@@ -62,10 +63,16 @@ class AdapterOpener:
     reader: CheckedReader
     read_text: ReadText = no_text
 
-    def open(self, path_or_id: str) -> OpenedAdapter:
-        """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
-        directory, name = str(self.source.fetch(path_or_id)), shortened(path_or_id)
-        return self.open_uploaded(directory, name)
+    def open(self, path_or_id: str, called: str = "") -> OpenedAdapter:
+        """Fetch, read and validate; the weights are let go again: the engine reads them for itself. called: as in
+        `AdapterSource.fetch`."""
+        directory = str(self.source.fetch(path_or_id, called=called))
+        return self.open_uploaded(directory, shortened(called or path_or_id))
+
+    def open_needed(self, path: str, called: str, files: FetchedFiles, make_room: MakeRoom) -> OpenedAdapter:
+        """As `open`, for a request: what has to be fetched goes to `files`."""
+        opener = replace(self, source=self.source.into(files, make_room)) if "://" in path else self
+        return opener.open(path, called)
 
     def open_uploaded(self, directory: str, adapter_name: str) -> OpenedAdapter:
         """As `open`, of a directory that is here, and that this process wrote."""

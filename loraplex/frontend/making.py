@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ MAX_REMEMBERED = 64
 """Jobs that have ended."""
 
 OnRegistry = Callable[..., Any]
+Loading = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 class JobState(enum.StrEnum):
@@ -96,7 +98,8 @@ class Exported:
 
 
 class AdapterMaker:
-    """registry, on_registry: those of an `AsyncEngine`; the registry is None when LoRA is off.
+    """registry, on_registry: those of an `AsyncEngine`; the registry is None when LoRA is off. loading: around the load
+    of a new name.
 
     folder: where made adapters are written, one folder each; None: nowhere.
 
@@ -107,12 +110,14 @@ class AdapterMaker:
         self,
         registry: LoRARegistry | None,
         on_registry: OnRegistry,
+        loading: Loading,
         folder: Path | None,
         max_bytes: int,
         roots: tuple[Path, ...] | None = None,
     ) -> None:
         self._registry = registry
         self._on_registry = on_registry
+        self._loading = loading
         self.folder = folder
         if folder is not None:
             remove_abandoned(folder)
@@ -181,7 +186,9 @@ class AdapterMaker:
         loop, folder = asyncio.get_running_loop(), self.folder / folder_name(job.name)
         try:
             await loop.run_in_executor(self._merging, _make, self._process, job, plan, folder, self._max_bytes)
-            job.result = await self._on_registry(LoRARegistry.load, job.name, str(folder), is_pinned=job.is_pinned)
+            async with self._loading(job.name):
+                wish = LoRARegistry.load, job.name, str(folder)
+                job.result = await self._on_registry(*wish, is_pinned=job.is_pinned)
         except BaseException:
             assert self._registry is not None
             await asyncio.to_thread(_remove_unless_loaded, self._registry, job.name, folder)

@@ -17,7 +17,7 @@ import pytest
 
 from loraplex import AsyncEngine, SamplingParams
 from loraplex.adapters.registry import VersionRecord
-from loraplex.adapters.remote import object_store
+from loraplex.adapters.remote import fetched, object_store
 from loraplex.adapters.remote.object_store import ObjectAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import adapter_path
@@ -274,7 +274,7 @@ def test_sizes_are_counted_before_a_byte_is_read(
 
 def test_a_disk_without_room_is_said(store: Store, source: AdapterSource, monkeypatch: pytest.MonkeyPatch) -> None:
     store.upload("team/upper", Path(adapter_path("upper")))
-    monkeypatch.setattr(object_store, "SPARE_DISK_BYTES", 2**60)
+    monkeypatch.setattr(fetched, "SPARE_DISK_BYTES", 2**60)
     with pytest.raises(AdapterFetchError, match="the disk of this server has"):
         source.fetch(ADAPTER)
 

@@ -22,6 +22,7 @@ from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
 from loraplex.adapters import opener
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.opener import REFUSED_S, AdapterOpener, SourceReader, read_spec
+from loraplex.adapters.remote import hub
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader
 from loraplex.core import AdapterSpec
@@ -384,8 +385,6 @@ async def test_a_version_of_the_state_directory_is_read_only_where_it_was(adapte
 def test_a_snapshot_that_leaves_its_part_of_the_cache_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapper: Swapper, what: str, target: str
 ) -> None:
-    import huggingface_hub
-
     cache = tmp_path / "cache"
     repository = cache / "models--org--name"
     snapshot, blobs = repository / "snapshots" / ("a" * 40), repository / "blobs"
@@ -393,7 +392,9 @@ def test_a_snapshot_that_leaves_its_part_of_the_cache_is_not_read(
     shutil.copytree(ADAPTER, blobs)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(snapshot))
+    listed = {"adapter_config.json": 1, "adapter_model.safetensors": 1}
+    monkeypatch.setattr(hub, "_listed", lambda adapter: ("a" * 40, listed))
+    monkeypatch.setattr(hub, "_download", lambda *asked: None)
     opener = AdapterOpener(AdapterSource((tmp_path / "root",), hub_cache=cache), demo_reader())
     assert opener.open("hf://org/name").path == str(snapshot)
 

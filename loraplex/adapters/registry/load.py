@@ -121,6 +121,8 @@ class AdapterLoader:
         return LoadResult(status, version.ref, evicted, time.monotonic() - began_s, number)
 
     def _opened(self, wish: LoadWish) -> OpenedAdapter:
+        if wish.open_adapter is not None:
+            return wish.open_adapter()
         if wish.received is None:
             return wish.content or self._open_adapter(wish.path)
         with self._names.lock:

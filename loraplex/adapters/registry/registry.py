@@ -217,6 +217,7 @@ class LoRARegistry:
         keeps_equal: bool = False,
         turn: LoadTurn = NO_TURN,
         check_size: Callable[[int], None] | None = None,
+        open_adapter: Callable[[], OpenedAdapter] | None = None,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
@@ -224,13 +225,25 @@ class LoRARegistry:
         name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
         version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
-        bytes of a new version before anything is changed; what it raises refuses the load.
+        bytes of a new version before anything is changed; what it raises refuses the load. open_adapter: opens `path`
+        in its own way.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
         wish = LoadWish(
-            name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn, check_size=check_size
+            name,
+            path,
+            lora_int_id,
+            load_inplace,
+            is_pinned,
+            origin,
+            keeps_equal,
+            turn,
+            None,
+            None,
+            check_size,
+            open_adapter,
         )
         result = self._found_as_wished(wish) or self._loader.load(wish)
         if is_pinned and result.status is LoadStatus.ALREADY_LOADED:

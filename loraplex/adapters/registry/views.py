@@ -78,9 +78,11 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadedName:
-    """is_idle: an unload would take nothing from anything: no request, pin or switch holds the name."""
+    """path: the directory of its files. is_idle: an unload would take nothing from anything: no request, pin or switch
+    holds the name."""
 
     name: str
+    path: str
     last_used_time: float
     is_idle: bool
 
@@ -123,7 +125,9 @@ class Views:
             busy = {each.ref.adapter_name for each in self._table.versions() if each.num_references}
             busy |= self._table.verbs.keys()
         found = [
-            LoadedName(name, each.last_used_time, not (each.is_pinned or name in switched or name in busy))
+            LoadedName(
+                name, each.spec.path, each.last_used_time, not (each.is_pinned or name in switched or name in busy)
+            )
             for name, each in current
             if each.origin.startswith(origin)
         ]

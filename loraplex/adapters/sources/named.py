@@ -17,7 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -136,7 +136,7 @@ class NamedSource:
                 raise InvalidRequestError(text, param="contains")
             place = ObjectAdapter.parse(self.place)
             assert place is not None
-            found = listed_prefixes(place, max(query.after, query.prefix))
+            found = listed_prefixes(replace(place, called=f"{self.name}/"), max(query.after, query.prefix))
             return list(islice((name for name in found if name in query.of([name]) and _is_part(name)), limit))
         return list(islice(self._named_directories(query), limit))
 

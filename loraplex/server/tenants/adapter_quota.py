@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from fastapi import Request
@@ -18,6 +18,7 @@ from loraplex.adapters.registry import LoRARegistry, NameQuery
 from loraplex.errors import TenantLimitError
 from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.sources.room import NameRoom
 from loraplex.tenants.limits import Limits
 
 RETRY_S = 60.0
@@ -25,16 +26,28 @@ RETRY_S = 60.0
 
 
 class AdapterQuota:
-    def __init__(self, engine: EngineSurface) -> None:
+    """room: where names that came by need leave for new ones."""
+
+    def __init__(self, engine: EngineSurface, room: NameRoom) -> None:
         self._engine = engine
+        self._room = room
         self._turns: dict[str, asyncio.Lock] = {}
 
     @asynccontextmanager
     async def changing(
-        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False
+        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False, is_needed: bool = False
     ) -> AsyncIterator[Callable[[int], None] | None]:
         """Around a verb that loads or pins the adapter registered as `name`, which takes what this gives as its
-        `check_size`. Raises TenantLimitError."""
+        `check_size`. is_needed: a request loads it. Raises TenantLimitError, and AdapterNoRoomError for a request."""
+        async with self._within_limits(request, name, is_load, is_pin) as check_size, AsyncExitStack() as stack:
+            if is_load:
+                await stack.enter_async_context(self._room.for_new(name, is_needed=is_needed))
+            yield check_size
+
+    @asynccontextmanager
+    async def _within_limits(
+        self, request: Request, name: str, is_load: bool, is_pin: bool
+    ) -> AsyncIterator[Callable[[int], None] | None]:
         scope = caller_of(request).scope
         tenant = scope.table.tenants.get(scope.tenant or "")
         limits = Limits() if tenant is None else tenant.limits
