@@ -74,6 +74,11 @@ class UploadStore:
         with self._lock:
             return sum(self._sizes.values())
 
+    def size_of(self, path: str) -> int:
+        """Bytes of the files of one; 0: it is not here."""
+        with self._lock:
+            return self._sizes.get(Path(path), 0)
+
     def receive(self) -> Upload:
         """Begin one. Raises LoraplexError for a folder that cannot be written to."""
         try:

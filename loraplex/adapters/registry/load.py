@@ -7,6 +7,7 @@ attach   what is registered -> store.attach, which reads nothing -> promote the 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -204,5 +205,7 @@ class AdapterLoader:
 
 def _is_equal(version: AdapterVersion, wish: LoadWish, opened: OpenedAdapter) -> bool:
     ref = version.ref
-    is_same_source = wish.received is not None or (ref.lora_path, version.spec.path) == (wish.path, opened.path)
+    is_same_source = (ref.lora_path, version.spec.path) == (wish.path, opened.path)
+    if wish.received is not None:  # what was sent again mends a version whose files are lost
+        is_same_source = os.path.isdir(version.spec.path)
     return is_same_source and (ref.adapter_digest, ref.text) == (opened.adapter_digest, opened.text)

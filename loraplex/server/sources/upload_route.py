@@ -108,11 +108,8 @@ class UploadRoute:
         sha256 = None if fields.sha256 is None else fields.sha256.lower()
         quota = self._context.quota.changing(request, name, is_load=True, is_pin=fields.is_pinned)
         async with quota as check_size:
-            wish = UpdateWish(sha256, check, check_size)
-            result = await self._engine.on_registry(self._engine.updates.update, name, upload, wish)
-            if fields.is_pinned:
-                await self._engine.on_registry(LoRARegistry.pin, name)
-        return result
+            wish = UpdateWish(sha256, check, check_size, fields.is_pinned)
+            return await self._engine.on_registry(self._engine.updates.update, name, upload, wish)
 
     async def _receive(self, request: Request, registry: LoRARegistry, upload: Upload) -> tuple[UploadFields, str]:
         """The fields, and the name that is to be registered, when all is on the disk."""

@@ -1,13 +1,15 @@
 """How many adapters, bytes and pins a tenant may have: checked around the verbs that add some.
 
 The verbs of a tenant with such limits run one after another, so that two of them never take the last place together.
-Each server counts what its registry has; bytes are those of the files, of all versions that are kept. An adapter that
-turns out to be too large when its files are opened is refused before anything has changed.
+Each server counts what its registry has; bytes are those of the weights' files, and of what was uploaded of all files,
+of all versions that are kept. An adapter that turns out to be too large when its files are opened is refused before
+anything has changed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -15,6 +17,7 @@ from functools import partial
 from fastapi import Request
 
 from loraplex.adapters.registry import LoRARegistry, NameQuery
+from loraplex.core import AdapterSpec
 from loraplex.errors import TenantLimitError
 from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface
@@ -57,7 +60,7 @@ class AdapterQuota:
             return
         prefix = f"{tenant.name}/"
         async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-            before = await self._engine.on_registry(_bytes_of, prefix)
+            before = await self._engine.on_registry(self._bytes_of, prefix)
             if is_load and name not in before and _is_full(limits.adapters, len(before)):
                 raise _too_many(f"{len(before)} adapters", limits.adapters, "adapters")
             if is_load and _is_full(limits.adapter_bytes, sum(before.values())) and name not in before:
@@ -72,9 +75,20 @@ class AdapterQuota:
         """In a thread, once the files are opened. What makes it fewer bytes is not refused."""
         if most is None or self._engine.registry is None:
             return
-        after = self._engine.registry.nbytes_with(name, nbytes, prefix)
+        after = self._engine.registry.nbytes_with(name, nbytes, prefix, self._size_of)
         if after > max(most, num_before):
             raise _too_many(f"with this one {after} bytes of adapters", most, "adapter_bytes")
+
+    def _bytes_of(self, registry: LoRARegistry, prefix: str) -> dict[str, int]:
+        """By name, of all its versions."""
+        found: Counter[str] = Counter()
+        for spec in registry.specs():
+            if spec.adapter_name.startswith(prefix):
+                found[spec.adapter_name] += self._size_of(spec)
+        return found
+
+    def _size_of(self, spec: AdapterSpec) -> int:
+        return max(spec.nbytes, self._engine.updates.uploads.size_of(spec.path))
 
 
 def _is_full(most: int | None, num: int) -> bool:
@@ -84,15 +98,6 @@ def _is_full(most: int | None, num: int) -> bool:
 def _too_many(what: str, most: int | None, limit: str) -> TenantLimitError:
     text = f"this tenant has {what}, and may have {most}: unload, or unpin, one of them first"
     return TenantLimitError(text, RETRY_S, limit)
-
-
-def _bytes_of(registry: LoRARegistry, prefix: str) -> dict[str, int]:
-    """By name, of all its versions."""
-    found: dict[str, int] = {}
-    for spec in registry.specs():
-        if spec.adapter_name.startswith(prefix):
-            found[spec.adapter_name] = found.get(spec.adapter_name, 0) + spec.nbytes
-    return found
 
 
 def _pinned_of(registry: LoRARegistry, prefix: str) -> set[str]:

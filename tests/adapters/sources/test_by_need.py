@@ -67,7 +67,7 @@ def loads(tmp_path: Path) -> Loads:
 def test_what_is_fetched_makes_room_for_what_is_needed(loads: Loads, tmp_path: Path) -> None:
     """First files that no name has; then names leave."""
     loads.load("upper", "hf://org/upper")
-    spec = loads.registry.spec_of("upper")
+    spec = loads.registry.spec_of(loads.registry.resolve("upper"))
     assert spec.path == str(tmp_path / f"fetched/models--org--upper/snapshots/{COMMIT}")
     assert loads.registry.loaded_from("source:hub")[0].path == spec.path
     loads.load("reverse", "hf://org/reverse")
@@ -91,7 +91,7 @@ def test_a_name_that_is_loaded_keeps_its_files_though_another_load_of_them_fails
     needed = NeededAdapter("twin", "hf://org/upper", "twin", "hub")
     with pytest.raises(LoraplexError, match="too many bytes"):
         loads.by_need.load(loads.registry, needed, lambda is_here: False, refuse)
-    assert Path(loads.registry.spec_of("upper").path).exists()
+    assert Path(loads.registry.spec_of(loads.registry.resolve("upper")).path).exists()
     assert loads.registry.names() == ("upper",)
 
 

@@ -138,8 +138,8 @@ async def test_a_registered_name_is_never_looked_up(opener: Opener, root: Path) 
         assert opener.paths == []
         assert (await ask(client, "dir/sql")).status_code == 200
         assert engine.registry is not None
-        assert engine.registry.spec_of("sql").path == "/elsewhere"
-        assert engine.registry.spec_of("dir/sql").path == str(root / "sql")
+        assert engine.registry.spec_of(engine.registry.resolve("sql")).path == "/elsewhere"
+        assert engine.registry.spec_of(engine.registry.resolve("dir/sql")).path == str(root / "sql")
 
 
 async def test_requests_for_one_name_are_one_load(opener: Opener, root: Path) -> None:
