@@ -129,6 +129,28 @@ async def test_bytes_are_bounded(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.parametrize("is_form", [False, True])
+async def test_an_upload_that_comes_too_slowly_loses_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_form: bool
+) -> None:
+    """At the least rate of bodies a gigabyte takes three days, and some clients' trickles had all places."""
+    monkeypatch.setattr("loraplex.server.sources.receiver.MAX_UPLOAD_S", 0.05)
+    ended = asyncio.Event()
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield f"--{BOUNDARY}\r\n".encode() if is_form else b"{"
+        await ended.wait()
+
+    async with serving(tmp_path) as client:
+        if is_form:
+            headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+            answer = await client.post("/v1/adapters", content=trickle(), headers=headers)
+        else:
+            answer = await client.put("/v1/adapters/new/tensors", content=trickle())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "upload_timeout")
+        await until_empty(tmp_path)
+
+
 async def test_a_form_of_a_page_is_none(tmp_path: Path) -> None:
     """A page can send a form to this machine, but not with this header."""
     async with serving(tmp_path) as client:
