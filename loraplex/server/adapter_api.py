@@ -181,7 +181,7 @@ class AdapterRoutes:
         """Load an adapter under a name that is free, or in place. Raises `duplicate` where it is taken."""
         registry = self._registry(f"adapter {clipped(lora_name)!r} was to be loaded")
         name = self._names.new(request, lora_name, "lora_name")
-        if not load_inplace and name in registry.names():
+        if not load_inplace and has_adapter(registry, name):
             raise duplicate
         with _vllm_names():
             async with self._loads.of(client_of(request)):

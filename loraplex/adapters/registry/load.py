@@ -107,6 +107,7 @@ class AdapterLoader:
             if shared is None:
                 wish.turn.wait_for_name()
             with self._names.change() as table:
+                version.last_used_time = self._clock()
                 drains = table.publish(version, verb)
         except BaseException:
             if drains is None:

@@ -124,10 +124,11 @@ def fetch_objects(
         raise _as_adapter_error(error, adapter, timeout_s) from None
 
 
-def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TIMEOUT_S) -> list[str]:
-    """The parts directly below a place that have something below them, from `start` on: one answer of the store."""
+def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TIMEOUT_S) -> tuple[list[str], bool]:
+    """The parts directly below a place that have something below them, from `start` on, in the order of the store:
+    `sql-1` comes before `sql`, as `sql-1/` does before `sql/`. One answer of it, and whether there is more."""
 
-    async def within() -> list[str]:
+    async def within() -> tuple[list[str], bool]:
         below = f"{place.key}/" if place.key else ""
         async with asyncio.timeout(timeout_s):
             answer: Mapping[str, Any] = await _store()._call_s3(
@@ -139,7 +140,7 @@ def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TI
                 **({"StartAfter": below + start} if start else {}),
             )
         found = (str(each["Prefix"]) for each in answer.get("CommonPrefixes", ()))
-        return sorted(each.removeprefix(below).removesuffix("/") for each in found)
+        return [each.removeprefix(below).removesuffix("/") for each in found], bool(answer.get("IsTruncated"))
 
     try:
         return _run(within)

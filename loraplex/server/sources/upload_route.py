@@ -23,6 +23,7 @@ from loraplex.server.api_error import ApiError, clipped, validation_error
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
+from loraplex.server.model_names import has_adapter
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import Schema
 from loraplex.server.responses import encode
@@ -107,12 +108,16 @@ class UploadRoute:
             ) from None
         name_adapters(request, fields.name)
         name = self._names.new(request, fields.name)
-        ref = registry.refs().get(name)
-        _check_loaded(clipped(fields.name), fields.load_inplace, ref)
+        if not fields.load_inplace and has_adapter(registry, name):
+            raise _is_loaded(clipped(fields.name))
         return fields, name
 
 
 def _check_loaded(name: str, load_inplace: bool, loaded: LoRARef | None) -> None:
     if loaded is not None and not load_inplace:
-        text = f"adapter {name!r} is loaded already; send load_inplace=true to make a new version of it"
-        raise AdapterConflictError(text, param="name")
+        raise _is_loaded(name)
+
+
+def _is_loaded(name: str) -> AdapterConflictError:
+    text = f"adapter {name!r} is loaded already; send load_inplace=true to make a new version of it"
+    return AdapterConflictError(text, param="name")

@@ -129,6 +129,14 @@ async def test_bytes_are_bounded(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_a_slash_behind_the_path_is_no_other_route(tmp_path: Path) -> None:
+    """What browsers may send is judged by the route that is asked for."""
+    async with serving(tmp_path) as client:
+        assert (await client.post("/v1/adapters/", data={"name": "new"}, files=FILES)).status_code == 200
+        del client.headers["X-Requested-With"]
+        assert (await client.post("/v1/adapters/", data={"name": "other"}, files=FILES)).status_code == 415
+
+
 @pytest.mark.parametrize("is_form", [False, True])
 async def test_an_upload_that_comes_too_slowly_loses_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_form: bool
