@@ -255,7 +255,6 @@ class LoRARegistry:
         return self._pinned(wish, self._found_as_wished(wish) or self._loader.load(wish))
 
     def _pinned(self, wish: LoadWish, result: LoadResult) -> LoadResult:
-        """What was loaded already is pinned now, if that was wished."""
         if wish.is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(wish.name)
         return result
@@ -435,9 +434,8 @@ class LoRARegistry:
 
         That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
         now is remembered instead, so `move` goes forth and back. Adapters that the caller may not let answer are passed
-        over. A version inherits the pin. Raises
-        AdapterNotFoundError for a version that is not kept, and what promoting it raises when its source is missing or
-        has changed: then what answers now answers on.
+        over. A version inherits the pin. Raises AdapterNotFoundError for a version that is not kept, and what promoting
+        it raises when its source is missing or has changed: then what answers now answers on.
         """
         result = self._switch.move(name, version, may_answer)
         ref = result.ref
@@ -518,6 +516,9 @@ class LoRARegistry:
     def loaded_from(self, origin: str) -> list[LoadedName]:
         """Names whose current version has an origin that begins so, the least recently used first."""
         return self._views.loaded_from(origin)
+
+    def num_from(self, origin: str) -> int:
+        return self._views.num_from(origin)
 
     def nbytes_with(self, name: str, nbytes: int, prefix: str, size_of: Callable[[AdapterSpec], int]) -> int:
         """Bytes (`size_of`) of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""

@@ -133,6 +133,14 @@ class Views:
         ]
         return sorted(found, key=lambda each: each.last_used_time)
 
+    def num_from(self, origin: str) -> int:
+        """How many names have one, of those that resolve."""
+        with self._lock:
+            current, aliases = self._table.current.copy(), self._table.aliases.copy()
+        return sum(
+            each.origin.startswith(origin) and aliases.get(name, name) in current for name, each in current.items()
+        )
+
     def is_idle(self, name: str, origin: str, used_before: float) -> bool:
         """Of one name what `loaded_from` says. The caller has the lock."""
         table, version = self._table, self._table.current.get(name)
