@@ -159,6 +159,7 @@ async def start_engine(config: EngineConfig, server: ServerConfig, modules: Sequ
             on_progress=progress.update,
             state_dir=server.state_dir,
             upload_limits=server.upload_limits,
+            max_fetched_bytes=server.max_fetched_bytes,
             database=registry_database(server),
             supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
             runners=server.runners,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from loraplex.adapter_store import AdapterContent, LongContext
 from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
+from loraplex.adapters.remote.fetched import FetchedFiles, MakeRoom
 from loraplex.adapters.source import AdapterSource
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterValidationError, shortened
@@ -36,10 +37,16 @@ class AdapterOpener:
     read_content: ReadContent
     read_text: ReadText = no_text
 
-    def open(self, path_or_id: str) -> OpenedAdapter:
-        """Fetch, read and validate."""
-        directory, name = str(self.source.fetch(path_or_id)), shortened(path_or_id)
-        return self.open_uploaded(directory, name)
+    def open(self, path_or_id: str, called: str = "") -> OpenedAdapter:
+        """Fetch, read and validate. called: as in
+        `AdapterSource.fetch`."""
+        directory = str(self.source.fetch(path_or_id, called=called))
+        return self.open_uploaded(directory, shortened(called or path_or_id))
+
+    def open_needed(self, path: str, called: str, files: FetchedFiles, make_room: MakeRoom) -> OpenedAdapter:
+        """As `open`, for a request: what has to be fetched goes to `files`."""
+        opener = replace(self, source=self.source.into(files, make_room)) if "://" in path else self
+        return opener.open(path, called)
 
     def open_uploaded(self, directory: str, adapter_name: str) -> OpenedAdapter:
         """As `open`, of a directory that is here, and that this process wrote."""

@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.registry import VersionRecord
 from loraplex.adapters.regular_file import Roots, is_inside, outside_roots
-from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter, fetch_from_hub, hub_folder_of, hub_snapshot_of
+from loraplex.adapters.remote.fetched import OBJECTS, FetchedFiles, MakeRoom, check_disk
+from loraplex.adapters.remote.hub import (
+    HUB_PREFIX,
+    HubAdapter,
+    HubCache,
+    HubFetches,
+    hub_folder_of,
+    hub_snapshot_of,
+)
 from loraplex.adapters.remote.object_store import ObjectAdapter, fetch_objects, object_folder_of
 from loraplex.errors import AdapterContentChangedError, AdapterPathNotFoundError, shortened, shown
 
@@ -31,7 +39,7 @@ class AdapterSource:
     """`allowed_roots`, without links: None allows every local path, () none. `hub_cache` None is huggingface_hub's own.
 
     timeout_s: bounds a fetch. object_folder: of what an object store gave; None is the user's cache. max_object_bytes:
-    of one adapter there.
+    of one adapter there, or on the hub. make_room: is asked before such a one is downloaded.
     """
 
     allowed_roots: tuple[Path, ...] | None = None
@@ -39,16 +47,26 @@ class AdapterSource:
     timeout_s: float = 300.0
     object_folder: Path | None = None
     max_object_bytes: int = 2**34
+    make_room: MakeRoom = check_disk
+    fetches: HubFetches = field(default_factory=HubFetches, compare=False)
 
-    def fetch(self, path_or_id: str, revision: str | None = None) -> Path:
+    def into(self, files: FetchedFiles, make_room: MakeRoom) -> AdapterSource:
+        """This source, whose fetches go to a folder of their own."""
+        return replace(self, hub_cache=files.folder, object_folder=files.folder / OBJECTS, make_room=make_room)
+
+    def fetch(self, path_or_id: str, revision: str | None = None, called: str = "") -> Path:
         """A local directory with the adapter's files. Raises AdapterPathNotFoundError, AdapterPathForbiddenError,
-        AdapterPermissionError, AdapterFetchError, AdapterFetchTimeoutError."""
+        AdapterPermissionError, AdapterFetchError, AdapterFetchTimeoutError, AdapterTooLargeError, AdapterNoRoomError.
+
+        called: how messages name the adapter to a client that has not written `path_or_id`; "": as that.
+        """
         stored = ObjectAdapter.parse(path_or_id)
         if stored is not None:
-            return fetch_objects(stored, self.object_folder, self.max_object_bytes, self.timeout_s)
+            stored = replace(stored, called=called)
+            return fetch_objects(stored, self.object_folder, self.max_object_bytes, self.timeout_s, self.make_room)
         hub = HubAdapter.parse(path_or_id, revision)
         if hub is not None and hub.is_explicit:
-            return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
+            return self._from_hub(replace(hub, called=called))
         if "://" in path_or_id:
             raise AdapterPathNotFoundError(
                 f"adapter {shown(path_or_id)}: this kind of source is not supported; give a directory, hf://org/name "
@@ -56,8 +74,12 @@ class AdapterSource:
             )
         path = _path_of(path_or_id)
         if hub is not None and not self._is_visible_directory(path):
-            return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
-        return self._from_disk(path, path_or_id)
+            return self._from_hub(hub)
+        return self._from_disk(path, called or path_or_id)
+
+    def _from_hub(self, adapter: HubAdapter) -> Path:
+        cache = HubCache(self.hub_cache, self.timeout_s, self.max_object_bytes, self.make_room, self.fetches)
+        return cache.fetch(adapter)
 
     def roots_of(self, directory: Path) -> Roots:
         """Where the files of a directory that was fetched must lie each time they are opened.

@@ -30,7 +30,7 @@ from loraplex.errors import (
 REFUSED_S, MAX_REFUSED = 30.0, 256
 """How long files that were refused are not read again unless they change, and of how many adapters that is known."""
 
-KEPT_OPEN_S, MAX_OPEN_BYTES = 2.0, 256 * 2**20
+KEPT_OPEN_S, MAX_OPEN_BYTES = 2.0, 64 * 2**20
 """How long weights that were opened wait for the verb that adds them, and of how many bytes."""
 
 _OF_CONTENT = (
@@ -136,7 +136,7 @@ class SourceReader:
         self._clock = clock
         self._refused: OrderedDict[AdapterSpec, tuple[object, float, dict[str, Any]]] = OrderedDict()
         self._lock = threading.Lock()
-        self._opened = OpenedModels(min(MAX_OPEN_BYTES, reader.lora_config.host_memory_bytes // 8))
+        self._opened = OpenedModels(MAX_OPEN_BYTES)
 
     def open(self, path: str, adapter_name: str) -> AdapterContent:
         """Raises what `read_adapter` raises. What it read is there for the next `read` of it."""

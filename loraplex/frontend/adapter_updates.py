@@ -1,6 +1,6 @@
 """New versions of adapters from tensors that a client sends, as a trainer does after each of its steps.
 
-receive   safetensors, piece by piece, into a folder that nothing reads yet (adapters/uploads.py); with a configuration
+receive   safetensors, piece by piece, into a folder that nothing reads yet (sources/uploads.py); with a configuration
           and texts beside them it is a whole adapter, and takes nothing over from the version that is loaded
 open      configuration: what the file's metadata have under `adapter_config`, else that of the version that is loaded;
           then all that a directory passes: names, shapes, kinds, finite numbers, digest
@@ -63,11 +63,12 @@ def any_version(loaded: LoRARef | None) -> None:
 @dataclass(frozen=True, slots=True)
 class UpdateWish:
     """sha256: of the body, in hexadecimal digits; None: not said. check_loaded: is given what the name has, None for a
-    new one, and raises where it is not what the caller expects. check_size: as in `LoRARegistry.load`."""
+    new one, and raises where it is not what the caller expects. check_size: as in `LoRARegistry.load`, of all files."""
 
     sha256: str | None = None
     check_loaded: Callable[[LoRARef | None], None] = any_version
     check_size: Callable[[int], None] | None = None
+    is_pinned: bool = False
 
 
 class AdapterUpdates:
@@ -98,15 +99,20 @@ class AdapterUpdates:
             if wish.sha256 not in (None, digest):
                 text = f"the body has sha256 {digest}, and {shown(wish.sha256)} was expected; send it again"
                 raise InvalidRequestError(text, param="sha256")
-            received = partial(self._open, name, upload, wish)
-            began_s = time.monotonic()
-            result = registry.receive(name, f"{UPLOAD_PREFIX}{digest}", received, check_size=wish.check_size)
+            received, check_size = partial(self._open, name, upload, wish), None
+            if wish.check_size is not None:
+                check_size = partial(self._check_size, upload, wish.check_size)
+            source, began_s = f"{UPLOAD_PREFIX}{digest}", time.monotonic()
+            result = registry.receive(name, source, received, is_pinned=wish.is_pinned, check_size=check_size)
             seconds, version = time.monotonic() - began_s, result.ref.adapter_version
             logger.info("adapter %r: %s from tensors in %.3f s (%d)", name, result.status.value, seconds, version)
             return result
         finally:
             if str(upload.folder) not in {spec.path for spec in registry.specs()}:
                 upload.discard()
+
+    def _check_size(self, upload: Upload, check: Callable[[int], None], nbytes: int) -> None:
+        check(max(nbytes, self.uploads.size_of(str(upload.folder))))
 
     @asynccontextmanager
     async def abandoning(self, upload: Upload) -> AsyncIterator[None]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
+from loraplex.errors import LoraplexError
 from loraplex.frontend.adapter_updates import AdapterUpdates, expecting
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,3 +93,18 @@ class AdapterVerbs(ABC):
 
     def has_adapter(self, name: str) -> bool:
         return self.registry is not None and name in self.registry.names()
+
+
+def logged_load(registry: LoRARegistry, name: str, path: str, **wishes: Any) -> LoadResult:
+    """`LoRARegistry.load`, and a line in the log of what became of it."""
+    began_s = time.monotonic()
+    try:
+        result = registry.load(name, path, **wishes)
+    except LoraplexError as error:
+        logger.warning("adapter %r could not be loaded from %r: %.1000s", name, path, error)
+        raise
+    if result.status is not LoadStatus.ALREADY_LOADED:
+        ref, seconds = result.ref, time.monotonic() - began_s
+        what = f"version {ref.adapter_version}, rank {ref.max_rank}"
+        logger.info("adapter %r: %s from %r in %.3f s (%s)", ref.adapter_name, result.status.value, path, seconds, what)
+    return result

@@ -24,14 +24,14 @@ from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry import (
     DatabaseHealth,
     HeldAdapters,
-    LoadResult,
-    LoadStatus,
     LoRARef,
     LoRARegistry,
     SharedJournal,
     start_thread,
 )
-from loraplex.adapters.sources.uploads import DEFAULT_LIMITS, FOLDER_NAME, UploadLimits, UploadStore
+from loraplex.adapters.remote.fetched import MAX_FETCHED_BYTES
+from loraplex.adapters.sources.by_need import LoadsByNeed
+from loraplex.adapters.sources.uploads import DEFAULT_LIMITS, UploadLimits
 from loraplex.config import EngineConfig, RegistryDatabase
 from loraplex.core import AdapterChoice, EngineInfo, LoRAMix, LoRARequest, RequestOutput, SamplingParams, TokenOutput
 from loraplex.errors import (
@@ -44,10 +44,18 @@ from loraplex.errors import (
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend import messages as msg
 from loraplex.frontend.adapter_updates import AdapterUpdates
-from loraplex.frontend.adapter_verbs import AdapterVerbs
+from loraplex.frontend.adapter_verbs import AdapterVerbs, logged_load
 from loraplex.frontend.client import EngineClient, ProgressCallback
 from loraplex.frontend.event_hub import EventHub
-from loraplex.frontend.frontend import Front, adapter_ref, choice_of, lora_requests_of, make_front, open_journal
+from loraplex.frontend.frontend import (
+    Front,
+    KeptFiles,
+    adapter_ref,
+    choice_of,
+    lora_requests_of,
+    make_front,
+    open_journal,
+)
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.frontend.runners.runner import Runner
 from loraplex.frontend.runners.runners import Runners
@@ -190,6 +198,10 @@ class AsyncEngine(AdapterVerbs):
     def updates(self) -> AdapterUpdates:
         return self._front.updates_or_refuse()
 
+    @property
+    def by_need(self) -> LoadsByNeed:
+        return self._front.by_need_or_refuse()
+
     @classmethod
     async def start(
         cls,
@@ -203,23 +215,24 @@ class AsyncEngine(AdapterVerbs):
         supervision: Supervision | None = None,
         runners: RunnerSettings | None = None,
         upload_limits: UploadLimits = DEFAULT_LIMITS,
+        max_fetched_bytes: int = MAX_FETCHED_BYTES,
     ) -> AsyncEngine:
         """Start the engine processes and wait until their model is ready.
 
         state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when
         this returns. database: the same, shared with other servers. supervision: how a process is watched. runners: how
-        many there are, and where (None: one). upload_limits: of what clients send. Raises ConfigError when state
-        directory or database cannot be used.
+        many there are, and where (None: one). upload_limits: of what clients send. max_fetched_bytes: of what requests
+        have fetched. Raises ConfigError when state directory or database cannot be used.
         """
         fetched = await _with_fetched_model(config.with_real_roots())
         if fetched.merge_adapter is not None:
             fetched = await asyncio.to_thread(_with_fetched_adapter, fetched, fetched.merge_adapter)
         journal = await asyncio.to_thread(open_journal, config, state_dir, database)
         engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision, runners)
-        uploads = UploadStore(None if state_dir is None else Path(state_dir).resolve() / FOLDER_NAME, upload_limits)
+        files = KeptFiles.of(state_dir, upload_limits, max_fetched_bytes)
         try:
             await engine._runners.start()
-            engine._make_front(base_names, uploads)
+            engine._make_front(base_names, files)
             await asyncio.to_thread(engine._front.forms.prepare)
             if journal is not None:
                 await asyncio.to_thread(engine._front.resume, journal)
@@ -229,7 +242,7 @@ class AsyncEngine(AdapterVerbs):
             raise
         return engine
 
-    def _make_front(self, base_names: Iterable[str], uploads: UploadStore) -> None:
+    def _make_front(self, base_names: Iterable[str], files: KeptFiles) -> None:
         info = self.info
         for choice in info.choices:  # the engine process logs warnings alone
             logger.info("%s", choice)
@@ -251,7 +264,7 @@ class AsyncEngine(AdapterVerbs):
             base_names=base_names,
             journal=self._journal,
             on_change=self._on_registry_change,
-            uploads=uploads,
+            files=files,
         )
         self._at_end.callback(self._front.close)
 
@@ -265,7 +278,7 @@ class AsyncEngine(AdapterVerbs):
         """In a thread, since a verb may wait for a fetch, a load or another verb. Not while the engine is being
         restarted: it would meet its adapters half restored.
         """
-        run: Callable[..., Any] = _logged_load if verb is LoRARegistry.load else verb
+        run: Callable[..., Any] = logged_load if verb is LoRARegistry.load else verb
         work = partial(copy_context().run, run, self._front.registry_or_refuse(), *args, **kwargs)
         self.check_can_serve()
         threads = self._views if verb in VIEWS else self._verbs
@@ -563,20 +576,6 @@ def _with_fetched_adapter(config: EngineConfig, path_or_id: str) -> EngineConfig
 
     directory, digest = fetched(path_or_id)
     return replace(config, merge_adapter=directory, merge_adapter_digest=digest)
-
-
-def _logged_load(registry: LoRARegistry, name: str, path: str, **wishes: Any) -> LoadResult:
-    began_s = time.monotonic()
-    try:
-        result = registry.load(name, path, **wishes)
-    except LoraplexError as error:
-        logger.warning("adapter %r could not be loaded from %r: %.1000s", name, path, error)
-        raise
-    if result.status is not LoadStatus.ALREADY_LOADED:
-        ref, seconds = result.ref, time.monotonic() - began_s
-        what = f"version {ref.adapter_version}, rank {ref.max_rank}"
-        logger.info("adapter %r: %s from %r in %.3f s (%s)", ref.adapter_name, result.status.value, path, seconds, what)
-    return result
 
 
 def _again(error: EngineDeadError) -> EngineDeadError:

@@ -13,9 +13,13 @@ from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.opener import AdapterOpener, no_text
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
-from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
+from loraplex.adapters.remote.fetched import FOLDER_NAME as FETCHED
+from loraplex.adapters.remote.fetched import MAX_FETCHED_BYTES, FetchedFiles
+from loraplex.adapters.remote.wanted import MAX_TEXT_BYTES
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.sources.uploads import UPLOAD_PREFIX, UploadStore
+from loraplex.adapters.sources.by_need import LoadsByNeed
+from loraplex.adapters.sources.uploads import DEFAULT_LIMITS, UPLOAD_PREFIX, UploadLimits, UploadStore
+from loraplex.adapters.sources.uploads import FOLDER_NAME as UPLOADS
 from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase
 from loraplex.core import AdapterChoice, AdapterMix, EngineInfo, LoRAMix, LoRARequest, MixPart, mix_digest
 from loraplex.errors import ConfigError, InvalidRequestError, LoraDisabledError, shortened
@@ -48,9 +52,29 @@ class FormChecker(Protocol):
     def close(self) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """Files of adapters that this process writes: what clients send, and what requests had fetched."""
+
+    uploads: UploadStore
+    fetched: FetchedFiles
+
+    @classmethod
+    def of(
+        cls,
+        state_dir: str | Path | None,
+        upload_limits: UploadLimits = DEFAULT_LIMITS,
+        max_fetched_bytes: int = MAX_FETCHED_BYTES,
+    ) -> KeptFiles:
+        """In a state directory, or (None) in temporary folders."""
+        state = None if state_dir is None else Path(state_dir).resolve()
+        uploads = UploadStore(None if state is None else state / UPLOADS, upload_limits)
+        return cls(uploads, FetchedFiles(None if state is None else state / FETCHED, max_fetched_bytes))
+
+
 @dataclass(frozen=True)
 class Front:
-    """`tokenizer` is None for a model without tokenizer.json, `registry` and `updates` when LoRA is off.
+    """`tokenizer` is None for a model without tokenizer.json; `registry`, `updates` and `by_need` when LoRA is off.
 
     forms: checks those of outputs. merged: what is merged into the base weights. scaling_factors: by which
     adapters may stretch the base's context."""
@@ -60,6 +84,7 @@ class Front:
     outputs: OutputProcessor
     registry: LoRARegistry | None
     updates: AdapterUpdates | None
+    by_need: LoadsByNeed | None
     texts: AdapterTexts
     forms: FormChecker
     merged: str | None = None
@@ -90,6 +115,11 @@ class Front:
         assert self.updates is not None
         return self.updates
 
+    def by_need_or_refuse(self) -> LoadsByNeed:
+        self.registry_or_refuse()
+        assert self.by_need is not None
+        return self.by_need
+
     def resume(self, journal: SqliteJournal | PostgresJournal) -> None:
         """Take over what a journal has; uploads that it does not name are removed."""
         if self.registry is not None and self.updates is not None:
@@ -99,8 +129,9 @@ class Front:
     def close(self) -> None:
         self.texts.close()
         self.forms.close()
-        if self.updates is not None:
-            self.updates.close()
+        for each in (self.updates, self.by_need):
+            if each is not None:
+                each.close()
 
     def acquire(self, choice: AdapterChoice) -> tuple[LoRARef, ...]:
         """A reference to each adapter of a request, in its order, or to none; () for the base model.
@@ -209,18 +240,20 @@ def make_front(
     on_change: OnChange = lambda kind, name, text, details: None,
     abort_grace_s: float = ABORT_GRACE_S,
     forms: FormChecker | None = None,
-    uploads: UploadStore | None = None,
+    files: KeptFiles | None = None,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. Roots in the config have no links.
 
     journal, on_change, abort_grace_s: as in `LoRARegistry`. forms: the engine's compiler, where it is in this process.
-    uploads: where what clients send is kept (None: in a temporary folder).
+    files: where what clients send and what requests have fetched is kept (None: in temporary folders).
     """
     texts = _texts(config, info)
-    base, registry, updates = texts.of(None), None, None
+    base, registry, updates, by_need = texts.of(None), None, None, None
     if config.lora is not None and store is not None:
         opener, names = _opener(config, config.lora, store, texts), {served_model_name, *base_names}
-        updates = AdapterUpdates(uploads or UploadStore(None), opener)
+        files = files or KeptFiles.of(None)
+        updates = AdapterUpdates(files.uploads, opener)
+        by_need = loads = LoadsByNeed(files.fetched, opener)
         registry = LoRARegistry(
             store,
             opener.open,
@@ -233,7 +266,7 @@ def make_front(
             on_change=on_change,
             abort_grace_s=abort_grace_s,
             on_unused=updates.uploads.remove,
-            locate=opener.source.locate,
+            locate=lambda record, may_fetch: loads.locate(registry, record, may_fetch),
         )
     return Front(
         served_model_name,
@@ -241,6 +274,7 @@ def make_front(
         OutputProcessor(base.tokenizer),
         registry,
         updates,
+        by_need,
         texts,
         forms or FormJudge(),
         config.merge_adapter,

@@ -16,8 +16,9 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.adapters.merging.part_folder import folder_name, remove_abandoned, remove_parts
 from loraplex.adapters.merging.wish import MergeWish
-from loraplex.adapters.registry import LoadResult, LoRARegistry
+from loraplex.adapters.registry import HeldAdapters, LoadResult, LoRARef, LoRARegistry
 from loraplex.adapters.source import AdapterSource
 from loraplex.errors import (
     AdapterBusyError,
@@ -52,6 +53,7 @@ MAX_REMEMBERED = 64
 """Jobs that have ended."""
 
 OnRegistry = Callable[..., Any]
+Loading = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 class JobState(enum.StrEnum):
@@ -96,7 +98,8 @@ class Exported:
 
 
 class AdapterMaker:
-    """registry, on_registry: those of an `AsyncEngine`; the registry is None when LoRA is off.
+    """registry, on_registry: those of an `AsyncEngine`; the registry is None when LoRA is off. loading: around the load
+    of a new name.
 
     folder: where made adapters are written, one folder each; None: nowhere.
 
@@ -107,12 +110,14 @@ class AdapterMaker:
         self,
         registry: LoRARegistry | None,
         on_registry: OnRegistry,
+        loading: Loading,
         folder: Path | None,
         max_bytes: int,
         roots: tuple[Path, ...] | None = None,
     ) -> None:
         self._registry = registry
         self._on_registry = on_registry
+        self._loading = loading
         self.folder = folder
         if folder is not None:
             remove_abandoned(folder)
@@ -133,10 +138,14 @@ class AdapterMaker:
         """Plan a merge and queue it. Raises AdapterConflictError for a name that is there or is being made,
         AdapterBusyError when MAX_WAITING wait, and what planning raises; then nothing has been made."""
         self._check_can_start(name)
+        held = self._hold([each for each, _ in wish.adapters])
         self._num_planned += 1
         try:
-            plan = await self._on_registry(_plan, name, wish, self._source, self._max_bytes)
+            plan = await self._on_registry(_plan, name, wish, held.refs, self._source, self._max_bytes)
             self._check_name(name)
+        except BaseException:
+            held.close()
+            raise
         finally:
             self._num_planned -= 1
         total = len(plan.outlines) + len(plan.modules)
@@ -145,7 +154,20 @@ class AdapterMaker:
         task = asyncio.create_task(self._run(job, plan))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: held.close())
         return job
+
+    def _hold(self, names: Sequence[str]) -> HeldAdapters:
+        """What answers for these names stays, with its files, until that is closed. Raises AdapterNotFoundError."""
+        assert self._registry is not None
+        refs: list[LoRARef] = []
+        try:
+            for name in names:
+                refs.append(self._registry.hold(name))
+        except LoraplexError:
+            HeldAdapters(self._registry, tuple(refs)).close()
+            raise
+        return HeldAdapters(self._registry, tuple(refs))
 
     def _check_can_start(self, name: str) -> None:
         self._check_name(name)
@@ -181,7 +203,9 @@ class AdapterMaker:
         loop, folder = asyncio.get_running_loop(), self.folder / folder_name(job.name)
         try:
             await loop.run_in_executor(self._merging, _make, self._process, job, plan, folder, self._max_bytes)
-            job.result = await self._on_registry(LoRARegistry.load, job.name, str(folder), is_pinned=job.is_pinned)
+            async with self._loading(job.name):
+                wish = LoRARegistry.load, job.name, str(folder)
+                job.result = await self._on_registry(*wish, is_pinned=job.is_pinned)
         except BaseException:
             assert self._registry is not None
             await asyncio.to_thread(_remove_unless_loaded, self._registry, job.name, folder)
@@ -221,14 +245,15 @@ class AdapterMaker:
         assert self.folder is not None
         if self._num_exports >= MAX_EXPORTS:
             raise AdapterBusyError(f"{self._num_exports} exports run or wait; ask for this one when some have ended")
-        is_cancelled = threading.Event()
+        is_cancelled, held = threading.Event(), self._hold([name])
         self._num_exports += 1
         try:
-            origin = await self._on_registry(_origin, name, self._source)
+            origin = await self._on_registry(_origin, name, held.refs[0], self._source)
             work = partial(_export, origin, self.folder, self._max_bytes, is_cancelled.is_set)
             return await asyncio.get_running_loop().run_in_executor(self._exporting, work)
         finally:
             is_cancelled.set()
+            held.close()
             self._num_exports -= 1
 
     def close(self) -> None:
@@ -247,18 +272,25 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _origin(registry: LoRARegistry, name: str, source: AdapterSource) -> Origin:
+def _origin(registry: LoRARegistry, name: str, ref: LoRARef, source: AdapterSource) -> Origin:
     from loraplex.adapters.merging.outline import Origin
 
-    spec = registry.spec_of(name)
+    spec = registry.spec_of(ref)
     return Origin(name, spec.path, source, spec.adapter_digest)
 
 
-def _plan(registry: LoRARegistry, name: str, wish: MergeWish, source: AdapterSource, max_bytes: int) -> MergePlan:
+def _plan(
+    registry: LoRARegistry,
+    name: str,
+    wish: MergeWish,
+    refs: Sequence[LoRARef],
+    source: AdapterSource,
+    max_bytes: int,
+) -> MergePlan:
     from loraplex.adapters.merging.merge import plan_merge
 
     registry.check_new_name(name)
-    origins = [_origin(registry, each, source) for each, _ in wish.adapters]
+    origins = [_origin(registry, each, ref, source) for (each, _), ref in zip(wish.adapters, refs, strict=True)]
     return plan_merge(origins, wish, max_bytes, registry.max_lora_rank)
 
 

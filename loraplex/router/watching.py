@@ -58,7 +58,8 @@ EVENT_KINDS = ("load", "evict", "drop", "unload", "switch", "restart")
 EVENTS_PATH = "/v1/events?" + "&".join(f"kind={kind}" for kind in EVENT_KINDS)
 
 _LOADS = re.compile(
-    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|loraplex:adapters)"
+    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|loraplex:adapters|"
+    rb"loraplex:adapters_by_need)"
     rb"(?:\{([^\n]*)\})? ([0-9.eE+-]{1,32})$",
     re.MULTILINE,
 )
@@ -227,7 +228,8 @@ class Watcher:
             else None,
         )
         held = self._replica.names.held
-        if held is not None and found.get(b"loraplex:adapters", len(held)) != len(held):
+        num_by_need = found.get(b"loraplex:adapters_by_need", 0.0)  # they come and go, and are in no list
+        if held is not None and found.get(b"loraplex:adapters", len(held) + num_by_need) != len(held) + num_by_need:
             self._read_names_soon()
 
     def _read_names_soon(self) -> None:
@@ -322,7 +324,8 @@ class Watcher:
 
     def _apply(self, event: _Event) -> None:
         known = self._replica.known
-        if event.kind in ("unload", "switch"):
+        held = self._replica.names.held
+        if event.kind == "switch" or (event.kind == "unload" and (held is None or event.adapter in held)):
             self._read_names_soon()
         if event.kind == "restart":
             known.forget()

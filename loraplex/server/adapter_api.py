@@ -47,6 +47,7 @@ from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
+from loraplex.server.sources.receiver import UploadReceiver
 from loraplex.server.sources.resolver import MAX_LOADS as MAX_LOADS_BY_NEED
 from loraplex.server.sources.upload_route import FORM_TYPE, UploadRoute
 from loraplex.server.streaming import until_disconnect
@@ -88,8 +89,9 @@ class AdapterRoutes:
         self._roots = AdapterRoots.of(context.config)
         self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)
-        self._tensors = TensorRoute(context, self._names, self._quota, self._loads)
-        self._upload = UploadRoute(context, self._names, self._loads)
+        receiver = UploadReceiver(context)
+        self._tensors = TensorRoute(context, self._names, self._loads, receiver)
+        self._upload = UploadRoute(context, self._names, self._loads, receiver)
         self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
 
     def router(self) -> APIRouter:
@@ -179,7 +181,7 @@ class AdapterRoutes:
         """Load an adapter under a name that is free, or in place. Raises `duplicate` where it is taken."""
         registry = self._registry(f"adapter {clipped(lora_name)!r} was to be loaded")
         name = self._names.new(request, lora_name, "lora_name")
-        if not load_inplace and name in registry.names():
+        if not load_inplace and has_adapter(registry, name):
             raise duplicate
         with _vllm_names():
             async with self._loads.of(client_of(request)):

@@ -79,8 +79,8 @@ def _open_paths(config: ServerConfig) -> frozenset[str]:
 
 
 def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing, tracing: Tracing | None = None) -> None:
-    """The last one added sees a request first: the form of its errors, its id, its trace, then what browsers may do
-    (guard, then CORS), then its key."""
+    """The last one added sees a request first: the form of its errors, its id, its trace, its path, then what browsers
+    may do (guard, then CORS), then its key."""
     app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=_open_paths(config))
     if config.cors_allowed_origins:
         app.add_middleware(
@@ -90,8 +90,8 @@ def add_middleware(app: Starlette, config: ServerConfig, keys: KeyRing, tracing:
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
-    app.add_middleware(TrailingSlash)
     app.add_middleware(BrowserGuard, hosts=AllowedHosts.of(config), allowed_origins=config.cors_allowed_origins)
+    app.add_middleware(TrailingSlash)
     if tracing is not None:
         app.add_middleware(TraceMiddleware, tracing=tracing)
     app.add_middleware(RequestIdMiddleware)

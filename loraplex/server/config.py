@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 from loraplex.adapters.merging.wish import MAX_MERGE_BYTES
+from loraplex.adapters.remote.fetched import MAX_FETCHED_BYTES
 from loraplex.adapters.remote.hub import HUB_PREFIX
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter
 from loraplex.adapters.sources.named import NamedSources
@@ -156,6 +157,12 @@ class ServerSettings:
     max_sourced_adapters: int = setting(
         10_000,
         "most names that came from --adapter-source; beyond it one that was not used for long is unloaded",
+        group="Model and adapters",
+    )
+    max_fetched_bytes: int = setting(
+        MAX_FETCHED_BYTES,
+        "most bytes on disk of adapters that requests fetched from the hub and object stores, in the state directory "
+        "or a temporary folder; beyond it those that nothing uses are removed",
         group="Model and adapters",
     )
     tool_call_parser: str = setting(
@@ -367,8 +374,9 @@ class ServerSettings:
         ]
 
     def _state_checks(self) -> list[tuple[bool, str]]:
-        most = self.max_sourced_adapters
+        most, most_bytes = self.max_sourced_adapters, self.max_fetched_bytes
         return [
+            (most_bytes >= 2**20, f"max_fetched_bytes must be >= {2**20}, got {most_bytes}"),
             (self.sources is not None and most >= 1, f"max_sourced_adapters must be >= 1, got {most}"),
             (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
             (self.adapter_output_dir != "", "adapter_output_dir is empty; give a directory, or leave it out"),

@@ -33,6 +33,7 @@ from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
 from loraplex.server.sources.resolver import AdapterResolver
+from loraplex.server.sources.room import NameRoom
 from loraplex.server.telemetry.series import RequestSeries
 from loraplex.server.telemetry.tracing import Tracing
 from loraplex.server.tenants.adapter_quota import AdapterQuota
@@ -151,14 +152,16 @@ class ServerContext:
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         in_flight = InFlight(engine, config.max_waiting_tokens)
-        quota, sources = AdapterQuota(engine), config.sources
-        resolver = AdapterResolver(engine, quota, sources, config.max_sourced_adapters) if sources.sources else None
+        tenants = _tenants_of(engine)
+        keys, sources = KeyRing.of(config, tenants), config.sources
+        room = NameRoom(engine, lambda: keys.table, config.max_sourced_adapters)
+        quota = AdapterQuota(engine, room)
+        resolver = AdapterResolver(engine, quota, sources, room) if sources.sources else None
         names = ModelNames(engine, config.served_model_names, int(time.time()), config.merged_into, resolver)
         connections = Connections(config, max_connections(config))
         series = RequestSeries(config.metrics_top_adapters, MAX_TENANT_SERIES)
         metrics_page = MetricsPage(names.served[0], connections, series=series)
         off_loop = OffLoop()
-        tenants = _tenants_of(engine)
         return cls(
             engine=engine,
             config=config,
@@ -180,12 +183,13 @@ class ServerContext:
             views=OffLoop(NUM_ANSWER_THREADS),
             answers=OffLoop(NUM_ANSWER_THREADS),
             answer_turns=Turns(),
-            keys=KeyRing.of(config, tenants),
+            keys=keys,
             tenants=tenants,
             accounts=None if tenants is None else Accounts(tenants),
             maker=AdapterMaker(
                 engine.registry,
                 engine.on_registry,
+                room.for_new,
                 output_folder(config),
                 config.max_merge_bytes,
                 config.local_adapter_roots,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
+from loraplex.adapters.sources.by_need import LoadsByNeed
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.adapter_updates import AdapterUpdates
@@ -160,6 +161,11 @@ class EngineSurface(Protocol):
     @property
     def updates(self) -> AdapterUpdates:
         """What makes new versions of tensors that clients send. Raises LoraDisabledError."""
+        ...
+
+    @property
+    def by_need(self) -> LoadsByNeed:
+        """What loads adapters that requests name. Raises LoraDisabledError."""
         ...
 
     @property

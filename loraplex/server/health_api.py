@@ -16,6 +16,7 @@ from pydantic import StringConstraints
 
 from loraplex import __version__
 from loraplex.adapters.registry import DatabaseState
+from loraplex.adapters.sources.named import ORIGIN
 from loraplex.core import SamplingParams
 from loraplex.errors import EngineDeadError, EngineOverloadedError, LoraplexError
 from loraplex.server.access import Access, GuardedRoute, check_access, requires
@@ -256,7 +257,8 @@ class HealthRoutes:
         stats, counts = await self._answer(context.engine.stats), context.engine.events.counts
         is_several = context.engine.num_runners > 1
         reports = await self._answer(context.engine.runner_reports) if is_several else None
-        return context.metrics_page.render(stats, refs, counts, num_skipped, reports or ())
+        num_by_need = 0 if registry is None else registry.num_from(ORIGIN)
+        return context.metrics_page.render(stats, refs, counts, num_skipped, num_by_need, reports or ())
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         if not self._context.engine.health().is_alive:

@@ -60,11 +60,12 @@ class MetricsPage:
         refs: Mapping[str, LoRARef],
         num_events: Mapping[str, int] | None = None,
         num_skipped: int = 0,
+        num_by_need: int = 0,
         reports: Sequence[RunnerReport] = (),
     ) -> bytes:
         """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name; `reports` are the
         runners where there are several."""
-        families = self.families(stats, refs, num_events, num_skipped, reports)
+        families = self.families(stats, refs, num_events, num_skipped, num_by_need, reports)
         page: bytes = generate_latest(_Page(families))
         return page
 
@@ -74,13 +75,14 @@ class MetricsPage:
         refs: Mapping[str, LoRARef],
         num_events: Mapping[str, int] | None = None,
         num_skipped: int = 0,
+        num_by_need: int = 0,
         reports: Sequence[RunnerReport] = (),
     ) -> list[Metric]:
         """What the page has, in its order."""
         text = "What happened to adapters and memory, by kind (GET /v1/events)."
         events = self._counters("loraplex:events", text, "kind", num_events or {})
         series = [] if self._series is None else self._series_families(self._series)
-        own = [*self._registry.collect(), *self._families(stats, refs, num_skipped)]
+        own = [*self._registry.collect(), *self._families(stats, refs, num_skipped, num_by_need)]
         return [*own, *series, events, *self._runner_families(reports)]
 
     def render_adapters(self, names: Sequence[str]) -> bytes:
@@ -112,9 +114,13 @@ class MetricsPage:
             values = {each: getattr(counts, counted) for each, counts in listed.items()}
             yield self._counters(f"loraplex:{label}_{name}", f"{text}, by {label}.", label, values)
 
-    def _families(self, stats: EngineStats | None, refs: Mapping[str, LoRARef], num_skipped: int) -> Iterator[Metric]:
+    def _families(
+        self, stats: EngineStats | None, refs: Mapping[str, LoRARef], num_skipped: int, num_by_need: int
+    ) -> Iterator[Metric]:
         yield self._gauge("loraplex:engine_up", "1 while the engine answers.", float(stats is not None))
         yield self._gauge("loraplex:adapters", "Names of adapters that resolve.", len(refs))
+        text = "Those of them that requests loaded from an --adapter-source."
+        yield self._gauge("loraplex:adapters_by_need", text, num_by_need)
         text = "Adapters of the command line that the server started without and that were not loaded since."
         yield self._gauge("loraplex:adapters_skipped", text, num_skipped)
         if self._connections is not None:

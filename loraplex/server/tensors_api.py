@@ -1,54 +1,36 @@
 """`PUT /v1/adapters/{name}/tensors`: a new version of an adapter from the body, a safetensors file.
 
-The body goes to the disk as it comes, in threads, a piece at a time: what is held in memory is a piece of each upload.
-It may be longer than other bodies (`--max-upload-bytes`); how slowly it may come is bounded as for them.
+It is received as uploads are (sources/receiver.py), and has one of their places.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.files import SAFETENSORS_NAME
 from loraplex.adapters.registry import LoadStatus, LoRARef
-from loraplex.adapters.sources.uploads import Upload
-from loraplex.errors import AdapterTooLargeError
 from loraplex.frontend.adapter_updates import UpdateWish
 from loraplex.server.adapter_schemas import LoadReply
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.auth import caller_of
-from loraplex.server.body import RAW_TYPE, check_encoding, media_type_of
-from loraplex.server.connections import LET_GO
+from loraplex.server.body import RAW_TYPE, media_type_of
 from loraplex.server.context import ServerContext
-from loraplex.server.model_names import lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, Schema, operation
 from loraplex.server.responses import encode
-from loraplex.server.tenants.adapter_quota import AdapterQuota
+from loraplex.server.sources.receiver import UploadReceiver
 from loraplex.server.tenants.callers_names import CallersNames
 from loraplex.server.verb_turns import VerbTurns
 
-PIECE_BYTES = 2**20
-"""Written at a time, by one of NUM_WRITERS threads."""
-
-NUM_WRITERS = 4
-MAX_UPLOADS, MAX_UPLOADS_OF_A_CLIENT = 16, 4
-"""At a time, from the first byte to the new version."""
-
 _SHA256 = "^[0-9a-fA-F]{64}$"
 _ETAG = re.compile(r'(W/)?"([^"]*)"')
-
-
-T = TypeVar("T")
 
 
 class TensorsQuery(BaseModel):
@@ -64,14 +46,12 @@ class TensorsQuery(BaseModel):
 class TensorRoute:
     """loads: the turns of all loads of the server."""
 
-    def __init__(self, context: ServerContext, names: CallersNames, quota: AdapterQuota, loads: VerbTurns) -> None:
-        self._context = context
+    def __init__(self, context: ServerContext, names: CallersNames, loads: VerbTurns, receiver: UploadReceiver) -> None:
         self._engine = context.engine
+        self._quota = context.quota
         self._names = names
-        self._quota = quota
         self._loads = loads
-        self._uploads = VerbTurns("uploads", MAX_UPLOADS, MAX_UPLOADS_OF_A_CLIENT)
-        self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="upload")
+        self._receiver = receiver
 
     @staticmethod
     def described() -> Schema:
@@ -80,14 +60,7 @@ class TensorRoute:
         return {**described, "requestBody": {"required": True, "content": {RAW_TYPE: {"schema": schema}}}}
 
     async def put(self, name: str, request: Request, query: TensorsQuery) -> Response:
-        registry = self._engine.registry
-        if registry is None:
-            what = f"adapter {clipped(name)!r} was to be changed"
-            raise lora_is_off(what, bool(self._context.config.merged_into))
-        self._context.check_takes_uploads()
-        updates = self._engine.updates
-        updates.check_can_update(registry)
-        check_encoding(request.headers)
+        registry = self._receiver.check(request, f"adapter {clipped(name)!r} was to be changed")
         if media_type_of(request.headers) not in ("", RAW_TYPE):
             text = f"Content-Type must be {RAW_TYPE}: the body is a safetensors file, curl -T FILE sends one"
             raise ApiError(text, status=415, code="unsupported_media_type")
@@ -95,46 +68,21 @@ class TensorRoute:
         found = self._names.find(request, name)
         is_known = found is not None and registry.is_registered(found)
         name = self._names.own(request, name) if is_known else self._names.new(request, name)
-        async with self._uploads.of(client_of(request)):
-            upload = await self._in_thread(updates.uploads.receive)
-            async with updates.abandoning(upload):
-                await self._receive(request, upload)
-                async with (
-                    updates.turn(name),
-                    self._loads.of(client_of(request)),
-                    self._quota.changing(request, name, is_load=True) as check_size,
-                ):
-                    wish = UpdateWish(sha256, check_loaded, check_size)
-                    result = await self._engine.on_registry(updates.update, name, upload, wish)
+        updates = self._engine.updates
+        async with self._receiver.upload(request) as upload:
+            async for _ in self._receiver.pieces(request, partial(upload.write, SAFETENSORS_NAME)):
+                pass
+            async with (
+                updates.turn(name),
+                self._loads.of(client_of(request)),
+                self._quota.changing(request, name, is_load=True) as check_size,
+            ):
+                wish = UpdateWish(sha256, check_loaded, check_size)
+                result = await self._engine.on_registry(updates.update, name, upload, wish)
         status = 201 if result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION) else 200
         reply = encode(LoadReply.of(result, caller_of(request).scope))
         headers = {"ETag": f'"{result.ref.adapter_digest}"'}
         return Response(reply, status, headers, "application/json")
-
-    async def _receive(self, request: Request, upload: Upload) -> None:
-        """Raises ApiError 413 for a body that is too long."""
-        limit = self._engine.updates.uploads.limits.max_bytes
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared[:20]) > limit:
-            raise _too_long(limit)
-        piece = bytearray()
-        async for chunk in request.stream():
-            piece += chunk
-            if len(piece) >= PIECE_BYTES:
-                await self._write(request, upload, piece)
-                piece = bytearray()
-        await self._write(request, upload, piece)
-
-    async def _write(self, request: Request, upload: Upload, piece: bytearray) -> None:
-        try:
-            await self._in_thread(partial(upload.write, SAFETENSORS_NAME, piece))
-        except AdapterTooLargeError:
-            raise _too_long(self._engine.updates.uploads.limits.max_bytes) from None
-        if (let_go := request.scope.get(LET_GO)) is not None:
-            let_go(len(piece))
-
-    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._writers, work)
 
 
 def _sha256_of(request: Request, query: TensorsQuery) -> str | None:
@@ -180,8 +128,3 @@ def _names_tag(header: str, digest: str | None) -> bool:
 def _failed(header: str, what: str) -> ApiError:
     text = f"{header}: {what}; nothing was changed"
     return ApiError(text, status=412, kind="conflict_error", code="precondition_failed", param=header)
-
-
-def _too_long(limit: int) -> ApiError:
-    text = f"the body is longer than {limit} bytes (--max-upload-bytes)"
-    return ApiError(text, status=413, code="body_too_long")

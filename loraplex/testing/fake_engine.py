@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from loraplex.adapters.files import SAFETENSORS_NAME
 from loraplex.adapters.registry import AdapterText, DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
+from loraplex.adapters.remote.fetched import FetchedFiles, MakeRoom
+from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.sources.by_need import LoadsByNeed
 from loraplex.adapters.sources.uploads import UploadStore
 from loraplex.core import AdapterChoice, AdapterMix, AdapterSpec, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
@@ -123,6 +126,17 @@ class FakeReceivedOpener:
         return OpenedAdapter(directory, hashlib.blake2b(data).hexdigest()[:64], len(data), FAKE_RANK, loaded)
 
 
+@dataclass(frozen=True, slots=True)
+class FakeNeedOpener:
+    """Fetches nothing."""
+
+    open_path: Callable[[str], OpenedAdapter]
+    source: AdapterSource = field(default_factory=AdapterSource)
+
+    def open_needed(self, path: str, called: str, files: FetchedFiles, make_room: MakeRoom) -> OpenedAdapter:
+        return self.open_path(path)
+
+
 class FakeAsyncEngine(AdapterVerbs):
     """The surface of `engine.AsyncEngine`. `adapters`: name to path; `errors_by_path`: what loading a path raises.
 
@@ -146,6 +160,7 @@ class FakeAsyncEngine(AdapterVerbs):
         max_waiting_requests: int = 4096,
         open_adapter: Callable[[str], OpenedAdapter] | None = None,
         uploads: UploadStore | None = None,
+        max_loaded_loras: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer or FakeTokenizer()
         self.tokenizer = self._tokenizer if has_tokenizer else None
@@ -156,10 +171,12 @@ class FakeAsyncEngine(AdapterVerbs):
         self.max_waiting_requests = max_waiting_requests
         self.texts: dict[str, FakeText] = {}
         self.reply: str | None = None
+        self._max_loaded_loras = max_loaded_loras
         self._grammars = GrammarCompiler(lambda: self.tokenizer, self.model_info.vocab_size)
         self.store = FakeAdapterStore(max_resident)
         self.uploads = uploads or UploadStore(None)
         self._updates = AdapterUpdates(self.uploads, FakeReceivedOpener())
+        self._by_need = LoadsByNeed(FetchedFiles(), FakeNeedOpener(self._open_adapter))
         self._registry = self._make_registry() if enable_lora else None
         self.requests: list[FakeRequest] = []
         self.aborted: list[str] = []
@@ -195,7 +212,13 @@ class FakeAsyncEngine(AdapterVerbs):
 
     def _make_registry(self) -> LoRARegistry:
         names = [self.model_info.served_model_name]
-        return LoRARegistry(self.store, self._open_adapter, base_names=names, on_unused=self.uploads.remove)
+        on_unused, most = self.uploads.remove, self._max_loaded_loras
+        return LoRARegistry(self.store, self._open_adapter, most, names, on_unused=on_unused)
+
+    @property
+    def by_need(self) -> LoadsByNeed:
+        self._registry_or_refuse()
+        return self._by_need
 
     @property
     def updates(self) -> AdapterUpdates:

@@ -1,7 +1,7 @@
 """A hub on loopback: enough of the Hugging Face hub's HTTP protocol for the real `snapshot_download`.
 
 GET  /api/models/{repo}/revision/{revision}     {"sha", "id", "siblings"}
-GET  /api/models/{repo}/tree/{sha}              [{"type": "file", "path", "size", "oid"}]
+GET  /api/models/{repo}/tree/{sha}[/{folder}]   [{"type": "file", "path", "size", "oid"}]
 HEAD, GET /{repo}/resolve/{sha}/{file}          X-Repo-Commit, ETag, Content-Length, the bytes
 """
 
@@ -20,7 +20,8 @@ Files = Mapping[str, bytes]
 
 
 class Hub:
-    """`repos` maps "org/name" to {revision: files}; `delay_s` slows every answer; `status` is that of every answer."""
+    """`repos` maps "org/name" to {revision: files}; `delay_s` slows every answer; `status` is that of every answer;
+    `sizes` are what it lists of files with these names."""
 
     def __init__(self, repos: Mapping[str, Mapping[str, Files]]) -> None:
         self.repos = repos
@@ -28,6 +29,7 @@ class Hub:
         self.status: int | None = None
         self.error_code: str | None = None
         self.requests: list[str] = []
+        self.sizes: dict[str, int] = {}
         hub = self
 
         class Handler(_Handler):
@@ -86,11 +88,15 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             return
         if verb == "tree":
-            blobs = [
-                {"type": "file", "path": name, "size": len(data), "oid": sha_of({name: data})}
+            folder = "".join(f"{each}/" for each in parts[4:])
+            listed = [
+                {"type": "file", "path": name, "size": self.hub.sizes.get(name, len(data)), "oid": sha_of({name: data})}
                 for name, data in files.items()
+                if name.startswith(folder) and "/" not in name.removeprefix(folder)
             ]
-            self._send(200, json.dumps(blobs).encode())
+            if not listed:
+                return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            self._send(200, json.dumps(listed).encode())
         else:
             info = {
                 "id": repo,

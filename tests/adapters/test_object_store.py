@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import pytest
 
 from loraplex import AsyncEngine, SamplingParams
-from loraplex.adapters.registry import VersionRecord
-from loraplex.adapters.remote import object_store
+from loraplex.adapters.registry import NameQuery, VersionRecord
+from loraplex.adapters.remote import fetched, object_store
 from loraplex.adapters.remote.object_store import ObjectAdapter
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.sources.named import NamedSource
 from loraplex.demo.tasks import adapter_path
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -274,7 +275,7 @@ def test_sizes_are_counted_before_a_byte_is_read(
 
 def test_a_disk_without_room_is_said(store: Store, source: AdapterSource, monkeypatch: pytest.MonkeyPatch) -> None:
     store.upload("team/upper", Path(adapter_path("upper")))
-    monkeypatch.setattr(object_store, "SPARE_DISK_BYTES", 2**60)
+    monkeypatch.setattr(fetched, "SPARE_DISK_BYTES", 2**60)
     with pytest.raises(AdapterFetchError, match="the disk of this server has"):
         source.fetch(ADAPTER)
 
@@ -351,6 +352,28 @@ def test_a_folder_that_others_may_write_to_is_not_used(store: Store, tmp_path: P
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_pages_of_a_store_have_every_name_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order is that of names with a slash behind; what can be no name is passed over, however much there is."""
+    names = [*(f"sql-{number}" for number in range(7)), "sql", "a", "z"]
+    for name in (*names, *(f".hidden-{number}" for number in range(5)), *(f"b{number}@x" for number in range(5))):
+        store.put(f"pages/{name}/{CONFIG}", b"{}")
+    monkeypatch.setattr(object_store, "MAX_OBJECTS", 3)
+    source = NamedSource.parse("store=s3://adapters/pages")
+    seen: list[str] = []
+    while page := source.names(NameQuery(after=seen[-1] if seen else ""), 2):
+        seen += page
+        assert len(seen) <= len(names)
+    assert sorted(seen) == sorted(names)
+    assert source.names(NameQuery(prefix="sql"), 100) == [*(f"sql-{number}" for number in range(7)), "sql"]
+    assert source.names(NameQuery(prefix="none"), 100) == []
+
+
+def test_a_store_that_cannot_be_listed_is_named_as_its_source(store: Store) -> None:
+    with pytest.raises(AdapterLoadError, match="adapter 'store/': the store has no such bucket") as caught:
+        NamedSource.parse("store=s3://no-such-bucket/prefix").names(NameQuery(), 2)
+    assert "no-such-bucket" not in caught.value.message
 
 
 def test_what_the_store_does_not_have(store: Store, source: AdapterSource) -> None:

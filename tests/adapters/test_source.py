@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.registry import VersionRecord
-from loraplex.adapters.remote.hub import hub_folder_of, hub_snapshot_of
+from loraplex.adapters.remote import hub as remote_hub
+from loraplex.adapters.remote.hub import HubFetches, hub_folder_of, hub_snapshot_of
 from loraplex.adapters.source import AdapterSource
 from loraplex.errors import (
     AdapterFetchError,
@@ -50,6 +52,10 @@ REPOS["org/many"] = {
     "main": {
         f"all/{name}/{file}": data for name, files in (("sql", FIRST), ("two", SECOND)) for file, data in files.items()
     }
+}
+REPOS["org/crowd"] = {
+    "main": {f"beside/{file}": b"" for file in (*FIRST, *map(str, range(1000)))}
+    | {f"alone/{file}": data for file, data in FIRST.items()}
 }
 REPOS["org/model"] = {"main": {"config.json": b"{}", "model.safetensors": b"x"}}
 
@@ -189,9 +195,9 @@ from loraplex.errors import LoraplexError
 answers = []
 for job in json.load(sys.stdin):
     roots = None if job["roots"] is None else tuple(map(Path, job["roots"]))
-    source = AdapterSource(roots, Path(job["cache"]), job["timeout_s"])
+    source = AdapterSource(roots, Path(job["cache"]), job["timeout_s"], max_object_bytes=1000)
     try:
-        path = source.fetch(job["id"], job["revision"])
+        path = source.fetch(job["id"], job["revision"], job["called"])
         answers.append({"path": str(path), "files": {file.name: file.read_text() for file in path.iterdir()}})
     except LoraplexError as error:
         answers.append(error.to_payload())
@@ -218,10 +224,12 @@ class Client:
         timeout_s: float = 60.0,
         roots: list[str] | None = None,
         revision: str | None = None,
+        called: str = "",
         **env: str,
     ) -> Any:
         jobs = [
             {"id": i, "revision": revision, "cache": str(self.cache), "timeout_s": timeout_s, "roots": roots}
+            | {"called": called}
             for i in ids
         ]
         variables = {
@@ -282,6 +290,35 @@ def test_a_folder_of_a_repository(hub: Hub, client: Client) -> None:
     assert folder.name == "models--org--many"
     record = VersionRecord(1, 1, "", "/other" + sql["path"], "hf://org/many/all/sql", "", 1, 8, False, 0.0)
     assert AdapterSource().locate(record, may_fetch=False) is None
+
+
+def test_what_the_hub_lists_is_counted_before_a_byte_is_read(hub: Hub, client: Client) -> None:
+    """Of the adapter's folder alone: a repository may have a million files elsewhere."""
+    hub.sizes = {"adapter_model.safetensors": 1000, "adapter_config.json": 2**20 + 1, "adapter_model.bin": 10**9}
+    too_long, too_many = client.fetch(hub, "hf://org/sql", "hf://org/crowd/beside")
+    assert too_long["error"] == "AdapterFileFormatError"
+    assert "adapter_config.json has 1048577 bytes" in too_long["message"]
+    assert too_many["error"] == "AdapterFileFormatError"
+    assert "more than 1000 files and folders beside it" in too_many["message"]
+    hub.sizes = {"adapter_model.safetensors": 993}
+    (too_large,) = client.fetch(hub, "hf://org/sql")
+    assert too_large["error"] == "AdapterTooLargeError"
+    assert "has 1001 bytes, and at most 1000 are fetched" in too_large["message"]
+    assert not [request for request in hub.requests if "/resolve/" in request]
+    hub.sizes = {}
+    (fetched,) = client.fetch(hub, "hf://org/crowd/alone")
+    assert fetched["files"]["adapter_model.safetensors"] == "one"
+
+
+def test_a_client_is_not_told_where_an_adapter_is_fetched_from(hub: Hub, client: Client) -> None:
+    """It has named an adapter of a source, and neither repository nor revision."""
+    answers = client.fetch(hub, "hf://org/nothing", "hf://org/sql@v9", "hf://org/model", called="hub/sql")
+    hub.status = 500
+    answers += client.fetch(hub, "hf://org/sql", "s3://bucket.of.org/sql", called="hub/sql", AWS_ENDPOINT_URL=hub.url)
+    hub.status, hub.delay_s = None, 5.0
+    answers += client.fetch(hub, "hf://org/sql", called="hub/sql", timeout_s=0.3)
+    assert all("adapter 'hub/sql'" in answer["message"] for answer in answers), answers
+    assert not any("org" in answer["message"].replace("'hub/sql'", "") for answer in answers), answers
 
 
 def test_a_revision_argument_and_roots(hub: Hub, client: Client) -> None:
@@ -371,3 +408,42 @@ def test_errors_of_fetching_are_load_errors() -> None:
 def test_sources_of_other_kinds_are_refused_as_such(given: str) -> None:
     with pytest.raises(AdapterPathNotFoundError, match="this kind of source is not supported"):
         AdapterSource().fetch(given)
+
+
+def test_a_repository_is_fetched_once_at_a_time(tmp_path: Path) -> None:
+    """Those that wait for it leave no thread behind, and one that was given up counts until it has ended."""
+    fetches, go_on, running = HubFetches(), threading.Event(), list[str]()
+
+    def work() -> Path:
+        running.append("fetch")
+        assert go_on.wait(30)
+        return tmp_path
+
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            fetches.run(tmp_path / "a", work, 0.05)
+    assert running == ["fetch"]
+    with pytest.raises(KeyError):
+        fetches.run(tmp_path / "b", lambda: Path({}["other repositories wait for none"]), 30.0)
+    go_on.set()
+    assert fetches.run(tmp_path / "a", work, 30.0) == tmp_path
+    assert running == ["fetch"] * 2
+
+
+def test_fetches_at_a_time_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_hub, "MAX_FETCHES", 2)
+    fetches, go_on = HubFetches(), threading.Event()
+
+    def hang() -> Path:
+        go_on.wait(30)
+        return tmp_path
+
+    for name in "ab":
+        with pytest.raises(TimeoutError):
+            fetches.run(tmp_path / name, hang, 0.05)
+    started: list[str] = []
+    with pytest.raises(TimeoutError):
+        fetches.run(tmp_path / "c", lambda: tmp_path / str(started.append("c")), 0.05)
+    assert started == []
+    go_on.set()
+    assert fetches.run(tmp_path / "c", lambda: tmp_path, 30.0) == tmp_path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from loraplex.core import Tier
 from loraplex.errors import ConfigError
 from loraplex.events import EngineEvent, EventKind
 from loraplex.metrics import MemoryReport, TierReport
+from loraplex.router import watching
 from loraplex.router.replica import Replica
 from loraplex.router.run import max_clients
 from loraplex.router.settings import RouteSettings, replica_urls
@@ -42,6 +44,38 @@ async def test_load_and_memory_are_learned() -> None:
             a.engine.resume()
             await asyncio.gather(*calls)
             assert replica.snapshot().tier_of("sql") is Tier.DEVICE
+
+
+async def test_names_that_come_and_go_by_need_make_no_list_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of them it was megabytes every ten seconds, of each replica."""
+    monkeypatch.setattr(watching, "LIST_AGAIN_S", 0.0)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    async with replicas(1, adapter_sources=(f"dir={tmp_path}",)) as (a,), router([a.name]) as front:
+        (watcher,) = front.fleet._watchers
+        read: list[str] = []
+        listed = watcher._listed
+
+        async def and_count() -> Any:
+            read.append("list")
+            return await listed()
+
+        monkeypatch.setattr(watcher, "_listed", and_count)
+        for name in ("one", "two"):
+            assert (await front.client.post("/v1/completions", json=completion(name))).status_code == 200
+            await watcher.poll()
+        assert a.engine.registry is not None
+        a.engine.registry.unload("one")
+        a.engine.record_event(EngineEvent(EventKind.UNLOAD, 0.0, "", adapter_name="one"))
+        await asyncio.sleep(0.05)
+        await watcher.poll()
+        assert read == []
+        a.engine.registry.load("other", "/other")
+        await watcher.poll()
+        await front.until(lambda: "other" in (front.replica(a.name).names.held or {}))
 
 
 async def test_events_move_adapters_and_a_restart_empties_a_replica() -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from safetensors.torch import load_file
 
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.remote import hub
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import AdapterLoadError, AdapterPermissionError, AdapterWeightsMissingError, shortened
@@ -115,7 +115,9 @@ def test_a_directory_that_may_be_entered_but_not_listed(
 def test_a_snapshot_that_cannot_be_listed(tmp_path: Path, listings: Listings, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
     shutil.copytree(ADAPTER, snapshot)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(snapshot))
+    listed = {"adapter_config.json": 1, "adapter_model.safetensors": 1}
+    monkeypatch.setattr(hub, "_listed", lambda adapter: ("a" * 40, listed))
+    monkeypatch.setattr(hub, "_download", lambda *asked: None)
     snapshot.chmod(0o311)
     listings.fault = unlistable
     with pytest.raises(AdapterPermissionError, match=r"adapter 'org/name'.* cannot be listed") as caught:

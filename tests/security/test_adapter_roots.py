@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
+from loraplex.adapters.remote import hub as remote_hub
 from loraplex.adapters.remote.hub import HubAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
@@ -72,15 +73,19 @@ GOOD_REVISIONS = ["main", "v1.0", "feature/x_1", "a" * 40, "a1b2c3d", "refs/pr/1
 
 
 class Hub:
-    """In the place of `huggingface_hub.snapshot_download`: remembers what it was asked for, returns `snapshot`."""
+    """In the place of what asks the hub for a list: remembers what it was asked for. `snapshot` has all of it."""
 
     def __init__(self, snapshot: Path) -> None:
         self.snapshot = snapshot
         self.asked: list[tuple[str, str | None]] = []
 
-    def __call__(self, repo: str, *, revision: str | None, **options: Any) -> str:
-        self.asked.append((repo, revision))
-        return str(self.snapshot)
+    def __call__(self, adapter: HubAdapter) -> tuple[str, dict[str, int]]:
+        self.asked.append((adapter.repo, adapter.revision))
+        return self.snapshot.name, {"adapter_config.json": 1, "adapter_model.safetensors": 1}
+
+    def lead_to(self, target: Path) -> None:
+        shutil.rmtree(self.snapshot)
+        self.snapshot.symlink_to(target)
 
 
 @pytest.fixture
@@ -100,7 +105,8 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub(cache / "models--org--name" / "snapshots" / ("a" * 40))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    monkeypatch.setattr(remote_hub, "_listed", hub)
+    monkeypatch.setattr(remote_hub, "_download", lambda *asked: None)
     return hub
 
 
@@ -191,7 +197,7 @@ def test_what_can_only_be_a_path_is_no_hub_id(path: str) -> None:
 @pytest.mark.parametrize("target", ["outside", "operators-cache", "operators-cache/../outside"])
 def test_what_the_hub_returns_outside_its_cache_is_not_read(hub: Hub, cache: Path, target: str) -> None:
     shutil.copytree(ADAPTER, cache.parent / "outside")
-    hub.snapshot = cache.parent / target
+    hub.lead_to(cache.parent / target)
     with pytest.raises(AdapterPathForbiddenError, match="do not all lie in the hub's cache"):
         AdapterSource(hub_cache=cache).fetch("hf://org/name")
 
@@ -200,7 +206,7 @@ def test_another_repository_in_the_cache_is_not_read(hub: Hub, cache: Path) -> N
     """A root of `hf://org` is of that organisation: a reference or link in its part of the cache leads to no other."""
     other = cache / "models--other--secret" / "snapshots" / ("b" * 40)
     shutil.copytree(hub.snapshot, other, symlinks=False)
-    hub.snapshot = other
+    hub.lead_to(other)
     with pytest.raises(AdapterPathForbiddenError, match="do not all lie in the hub's cache"):
         AdapterSource(hub_cache=cache).fetch("hf://org/name")
 

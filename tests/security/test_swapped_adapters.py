@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
-from loraplex.adapters import opener
+from loraplex.adapters import source_reader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.opener import AdapterOpener
+from loraplex.adapters.remote import hub
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.source_reader import REFUSED_S, SourceReader, read_spec
 from loraplex.adapters.weights import CheckedReader
@@ -325,7 +326,7 @@ def test_a_source_that_could_not_be_read_is_tried_again(adapter: Path, monkeypat
 
 
 def test_the_refusals_that_are_known_are_bounded(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opener, "MAX_REFUSED", 4)
+    monkeypatch.setattr(source_reader, "MAX_REFUSED", 4)
     counting = CountingReader()
     reader = SourceReader(AdapterSource(), cast(CheckedReader, counting))
     for number in (*range(6), 5, 0):
@@ -385,8 +386,6 @@ async def test_a_version_of_the_state_directory_is_read_only_where_it_was(adapte
 def test_a_snapshot_that_leaves_its_part_of_the_cache_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapper: Swapper, what: str, target: str
 ) -> None:
-    import huggingface_hub
-
     cache = tmp_path / "cache"
     repository = cache / "models--org--name"
     snapshot, blobs = repository / "snapshots" / ("a" * 40), repository / "blobs"
@@ -394,7 +393,9 @@ def test_a_snapshot_that_leaves_its_part_of_the_cache_is_not_read(
     shutil.copytree(ADAPTER, blobs)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(snapshot))
+    listed = {"adapter_config.json": 1, "adapter_model.safetensors": 1}
+    monkeypatch.setattr(hub, "_listed", lambda adapter: ("a" * 40, listed))
+    monkeypatch.setattr(hub, "_download", lambda *asked: None)
     opener = demo_opener(AdapterSource((tmp_path / "root",), hub_cache=cache))
     assert opener.open("hf://org/name").path == str(snapshot)
 

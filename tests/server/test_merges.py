@@ -477,6 +477,27 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opening.set()
 
 
+async def test_what_a_merge_or_an_export_reads_stays_until_it_is_made(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, gate: threading.Event, exports: threading.Event
+) -> None:
+    """An upload's files go with its last version, and left a merge that waited without its parts."""
+    registry = engine.registry
+    assert registry is not None
+    await started(client)
+    exporting_upper = asyncio.ensure_future(client.post("/v1/adapters/upper/export"))
+    while registry.num_references < 3:
+        await asyncio.sleep(0.005)
+    unloaded = (await client.delete("/v1/adapters/upper")).json()
+    assert (unloaded["is_drained"], unloaded["references"]) == (False, 2)
+    gate.set()
+    exports.set()
+    assert (await exporting_upper).status_code == 200
+    assert (await over(client, "merge-1"))["state"] == "done"
+    assert registry.num_references == 0
+    missing = await client.post(MERGE, json={"name": "m", "adapters": PAIR[::-1]})
+    assert (missing.status_code, registry.num_references) == (404, 0)
+
+
 async def test_so_many_exports_run_or_wait_and_the_next_is_refused(
     client: httpx.AsyncClient, exports: threading.Event, made: Path
 ) -> None:

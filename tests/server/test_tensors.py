@@ -19,12 +19,13 @@ from numpy import float32, full
 from safetensors.numpy import save
 
 from loraplex.adapters.registry import OpenedAdapter
+from loraplex.adapters.sources import uploads
 from loraplex.adapters.sources.uploads import UploadLimits, UploadStore
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterValidationError, AdapterWeightsMissingError
 from loraplex.frontend.adapter_updates import AdapterUpdates
-from loraplex.server import ServerConfig, create_app, tensors_api
-from loraplex.server.tensors_api import MAX_UPLOADS_OF_A_CLIENT
+from loraplex.server import ServerConfig, create_app
+from loraplex.server.sources.receiver import MAX_UPLOADS_OF_A_CLIENT
 from loraplex.testing import FakeAsyncEngine
 from loraplex.testing.fake_engine import FakeReceivedOpener
 from tests.server.conftest import client_of
@@ -361,14 +362,14 @@ def test_a_client_has_so_many_uploads(live: LiveServer, folder: Path, monkeypatc
 
 def test_a_disk_that_hangs_stalls_no_other_request(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on, is_writing = threading.Event(), threading.Event()
-    write = tensors_api.Upload.write
+    write = uploads.Upload.write
 
     def hang(*arguments: Any) -> None:
         is_writing.set()
         assert may_go_on.wait(30)
         write(*arguments)
 
-    monkeypatch.setattr(tensors_api.Upload, "write", hang)
+    monkeypatch.setattr(uploads.Upload, "write", hang)
     answers: list[httpx.Response] = []
     putting = threading.Thread(target=lambda: answers.append(httpx.put(live.url + SQL, content=tensors(), timeout=60)))
     putting.start()

@@ -11,10 +11,14 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from loraplex.errors import ConfigError
+from loraplex.private_folder import default_folder, private_folder
 
 PART_PREFIX = ".making-"
 LOCK_NAME = "maker.lock"
@@ -71,6 +75,24 @@ def remove_abandoned(folder: Path, unlocked_s: float = ABANDONED_S) -> None:
         with suppress(OSError):  # it is held, or not ours, or gone meanwhile
             if not path.is_symlink() and _is_abandoned(path, unlocked_s):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def temporary_folder(what: str, at_end: ExitStack) -> Path:
+    """A new folder for `what`, which `at_end` removes: beside other caches, where nothing but this user's files are;
+    else in the system's folder for such."""
+    above = default_folder()
+    if above is not None:
+        try:
+            above = private_folder(above, "the cache", "set LORAPLEX_CACHE")
+        except ConfigError:
+            above = None
+    if above is None or not os.access(above, os.W_OK):
+        above = Path(tempfile.gettempdir())
+    remove_abandoned(above)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PART_PREFIX}{what}-", dir=above.resolve()))
+    at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+    at_end.enter_context(held(folder))
+    return folder
 
 
 def _is_abandoned(part: Path, unlocked_s: float) -> bool:

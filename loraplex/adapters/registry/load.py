@@ -7,6 +7,7 @@ attach   what is registered -> store.attach, which reads nothing -> promote the 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -107,6 +108,7 @@ class AdapterLoader:
             if shared is None:
                 wish.turn.wait_for_name()
             with self._names.change() as table:
+                version.last_used_time = self._clock()
                 drains = table.publish(version, verb)
         except BaseException:
             if drains is None:
@@ -122,6 +124,8 @@ class AdapterLoader:
         return LoadResult(status, version.ref, evicted, time.monotonic() - began_s, number)
 
     def _opened(self, wish: LoadWish) -> OpenedAdapter:
+        if wish.open_adapter is not None:
+            return wish.open_adapter()
         if wish.received is None:
             return wish.content or self._open_adapter(wish.path)
         with self._names.lock:
@@ -203,5 +207,7 @@ class AdapterLoader:
 
 def _is_equal(version: AdapterVersion, wish: LoadWish, opened: OpenedAdapter) -> bool:
     ref = version.ref
-    is_same_source = wish.received is not None or (ref.lora_path, version.spec.path) == (wish.path, opened.path)
+    is_same_source = (ref.lora_path, version.spec.path) == (wish.path, opened.path)
+    if wish.received is not None:  # what was sent again mends a version whose files are lost
+        is_same_source = os.path.isdir(version.spec.path)
     return is_same_source and (ref.adapter_digest, ref.text) == (opened.adapter_digest, opened.text)

@@ -12,8 +12,7 @@ for a verb. Slow verbs on one name run one after the other, waiting on a future;
 load under way off. Each verb takes effect in one critical section of the table (shared_table.py): `publish`, `remove`,
 `redirect`, `move`, or a pin that is noted. With a journal, what it changed is on disk before the verb returns.
 
-After SGLang's LoRARegistry (stable ids, counts, drain before unload), with versions, content digests and threads. No
-torch.
+After SGLang's LoRARegistry (stable ids, counts, drain before unload), with versions, digests, threads. No torch.
 """
 
 from __future__ import annotations
@@ -139,6 +138,13 @@ class LoRARegistry:
             version.num_references += 1
             return version.ref
 
+    def spec_of(self, ref: LoRARef) -> AdapterSpec:
+        """Where the files are of a version that is loaded. They stay as long as the caller holds it."""
+        with self._lock:
+            version = self._table.find(ref.adapter_id)
+        assert version is not None, f"adapter_id {ref.adapter_id} is not loaded: not held?"
+        return version.spec
+
     def acquire_held(self, ref: LoRARef) -> None:
         """One more reference to a version that the caller holds, whatever its name means by now: for a request."""
         with self._lock:
@@ -218,6 +224,7 @@ class LoRARegistry:
         keeps_equal: bool = False,
         turn: LoadTurn = NO_TURN,
         check_size: Callable[[int], None] | None = None,
+        open_adapter: Callable[[], OpenedAdapter] | None = None,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
@@ -225,17 +232,31 @@ class LoRARegistry:
         name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
         version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
-        bytes of a new version before anything is changed; what it raises refuses the load.
+        bytes of a new version before anything is changed; what it raises refuses the load. open_adapter: opens `path`
+        in its own way.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
         wish = LoadWish(
-            name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn, check_size=check_size
+            name,
+            path,
+            lora_int_id,
+            load_inplace,
+            is_pinned,
+            origin,
+            keeps_equal,
+            turn,
+            None,
+            None,
+            check_size,
+            open_adapter,
         )
-        result = self._found_as_wished(wish) or self._loader.load(wish)
-        if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
-            self.pin(name)
+        return self._pinned(wish, self._found_as_wished(wish) or self._loader.load(wish))
+
+    def _pinned(self, wish: LoadWish, result: LoadResult) -> LoadResult:
+        if wish.is_pinned and result.status is LoadStatus.ALREADY_LOADED:
+            self.pin(wish.name)
         return result
 
     def _found_as_wished(self, wish: LoadWish) -> LoadResult | None:
@@ -264,21 +285,26 @@ class LoRARegistry:
         """
         check_adapter_name(new_name, self._base_names)
         check_lora_int_id(new_name, lora_int_id)
-        with self._lock:
-            version = self._table.answering(name)
-        spec, ref = version.spec, version.ref
-        content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank, ref.text)
+        ref = self.hold(name)
+        try:
+            spec = self.spec_of(ref)
+            content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank, ref.text)
+            self._check_content(new_name, name, spec.adapter_digest)
+            wish = LoadWish(new_name, ref.lora_path, lora_int_id, False, is_pinned, "", False, NO_TURN, content)
+            result = self._loader.load(replace(wish, check_size=check_size))
+        finally:
+            self.release(ref)
         self._check_content(new_name, name, spec.adapter_digest)
-        result = self._loader.load(
-            LoadWish(new_name, ref.lora_path, lora_int_id, False, is_pinned, content=content, check_size=check_size)
-        )
-        self._check_content(new_name, name, spec.adapter_digest)
-        if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
-            self.pin(new_name)
-        return result
+        return self._pinned(wish, result)
 
     def receive(
-        self, name: str, source: str, received: OpenReceived, *, check_size: Callable[[int], None] | None = None
+        self,
+        name: str,
+        source: str,
+        received: OpenReceived,
+        *,
+        is_pinned: bool = False,
+        check_size: Callable[[int], None] | None = None,
     ) -> LoadResult:
         """Make `name` resolve to what a client sent: a new version, or the first one. What has the content of the
         version that is loaded is no new version, which the result says. source: stands for it in lists.
@@ -286,8 +312,8 @@ class LoRARegistry:
         received: opens it; what it raises refuses the load. check_size: as in `load`.
         """
         check_adapter_name(name, self._base_names)
-        wish = LoadWish(name, source, None, True, keeps_equal=True, received=received, check_size=check_size)
-        return self._loader.load(wish)
+        wish = LoadWish(name, source, None, True, is_pinned, "", True, NO_TURN, None, received, check_size)
+        return self._pinned(wish, self._loader.load(wish))
 
     @property
     def is_shared(self) -> bool:
@@ -299,11 +325,6 @@ class LoRARegistry:
         if found is not None and found.adapter_digest != digest:
             text = f"adapter {new_name!r} is loaded already, with another content than {name!r}; choose another name"
             raise AdapterConflictError(text, param="name")
-
-    def spec_of(self, name: str) -> AdapterSpec:
-        """Where the files are of what answers for `name` (or for `name@N`) now, and which content they must have."""
-        with self._lock:
-            return self._table.answering(name).spec
 
     def source_of(self, name: str) -> str:
         """Where what is loaded under `name` itself came from, as its owner named it."""
@@ -413,9 +434,8 @@ class LoRARegistry:
 
         That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
         now is remembered instead, so `move` goes forth and back. Adapters that the caller may not let answer are passed
-        over. A version inherits the pin. Raises
-        AdapterNotFoundError for a version that is not kept, and what promoting it raises when its source is missing or
-        has changed: then what answers now answers on.
+        over. A version inherits the pin. Raises AdapterNotFoundError for a version that is not kept, and what promoting
+        it raises when its source is missing or has changed: then what answers now answers on.
         """
         result = self._switch.move(name, version, may_answer)
         ref = result.ref
@@ -497,15 +517,18 @@ class LoRARegistry:
         """Names whose current version has an origin that begins so, the least recently used first."""
         return self._views.loaded_from(origin)
 
-    def nbytes_with(self, name: str, nbytes: int, prefix: str) -> int:
-        """Bytes of the files of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""
+    def num_from(self, origin: str) -> int:
+        return self._views.num_from(origin)
+
+    def nbytes_with(self, name: str, nbytes: int, prefix: str, size_of: Callable[[AdapterSpec], int]) -> int:
+        """Bytes (`size_of`) of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""
         with self._lock:
             versions, current = self._table.versions(), self._table.current.get(name)
             kept = [*self._table.kept.get(name, ()), *filter(None, [current])]
         num_over = max(0, len(kept) + 1 - self._table.max_versions_kept)
         leaving = [each for each in kept[:num_over] if not each.num_references]
         of_prefix = (each for each in versions if each.ref.adapter_name.startswith(prefix) and each not in leaving)
-        return nbytes + sum(each.spec.nbytes for each in of_prefix)
+        return nbytes + sum(size_of(each.spec) for each in of_prefix)
 
     def take_usage(self) -> list[NameUsage]:
         """The counters of names that changed since the last call: for the journal."""

@@ -79,9 +79,11 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadedName:
-    """is_idle: an unload would take nothing from anything: no request, pin or switch holds the name."""
+    """path: the directory of its files. is_idle: an unload would take nothing from anything: no request, pin or switch
+    holds the name."""
 
     name: str
+    path: str
     last_used_time: float
     is_idle: bool
 
@@ -124,11 +126,21 @@ class Views:
             busy = {each.ref.adapter_name for each in self._table.versions() if each.num_references}
             busy |= self._table.verbs.keys()
         found = [
-            LoadedName(name, each.last_used_time, not (each.is_pinned or name in switched or name in busy))
+            LoadedName(
+                name, each.spec.path, each.last_used_time, not (each.is_pinned or name in switched or name in busy)
+            )
             for name, each in current
             if each.origin.startswith(origin)
         ]
         return sorted(found, key=lambda each: each.last_used_time)
+
+    def num_from(self, origin: str) -> int:
+        """How many names have one, of those that resolve."""
+        with self._lock:
+            current, aliases = self._table.current.copy(), self._table.aliases.copy()
+        return sum(
+            each.origin.startswith(origin) and aliases.get(name, name) in current for name, each in current.items()
+        )
 
     def is_idle(self, name: str, origin: str, used_before: float) -> bool:
         """Of one name what `loaded_from` says. The caller has the lock."""

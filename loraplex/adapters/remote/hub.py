@@ -1,8 +1,9 @@
-"""Adapters of the Hugging Face hub, by `huggingface_hub.snapshot_download` (imported when the first hub id is given).
+"""Adapters of the Hugging Face hub, by `huggingface_hub` (imported when the first hub id is given).
 
 A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name
-and the revision to paths of its cache. What it returns must lie in that cache, and so must every file that a load
-reads, links resolved.
+and the revision to paths of its cache. The hub is asked for the commit, then once for what lies directly beside the
+adapter's configuration, names and sizes; what a load reads of it is counted, and then downloaded as that commit has it.
+All of it must lie in the library's cache, and so must every file that a load reads, links resolved.
 """
 
 from __future__ import annotations
@@ -10,38 +11,40 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.files import (
-    BIN_NAME,
-    CONFIG_NAME,
-    INDEX_NAME,
-    NEW_EMBEDDINGS,
-    SAFETENSORS_NAME,
-    TEXT_NAMES,
-    WEIGHT_NAMES,
-    AdapterFolder,
-    read_files,
-)
+from loraplex.adapters.files import CONFIG_NAME, AdapterFolder, read_files
 from loraplex.adapters.regular_file import RegularFile
+from loraplex.adapters.remote.fetched import MakeRoom, check_disk
+from loraplex.adapters.remote.wanted import MAX_FILES, check_sizes, wanted_names
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFetchError,
     AdapterFetchTimeoutError,
+    AdapterFileFormatError,
     AdapterLoadError,
     AdapterPathForbiddenError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
     AdapterWeightsMissingError,
+    LoraplexError,
     shown,
 )
 
 HUB_PREFIX = "hf://"
-WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors", *NEW_EMBEDDINGS, *TEXT_NAMES)
 REQUEST_TIMEOUT_S = 10.0
+MAX_FETCHES = 64
+"""At a time, those past their deadline included."""
+
+_SHARD = re.compile(r"adapter_model-[A-Za-z0-9_.-]{1,100}\.safetensors")
+_COMMIT = re.compile("[0-9a-f]{40}")
 CACHE_PREFIX = "models--"
 MAX_REFERENCE_BYTES = 1024
 """A reference is a commit's hash."""
@@ -64,13 +67,15 @@ _log = logging.getLogger(__name__)
 class HubAdapter:
     """A repository and revision (None: main), and the folder of it that has the adapter ("": its top).
 
-    `is_explicit` when the user wrote `hf://`, so that no directory can have been meant.
+    `is_explicit` when the user wrote `hf://`, so that no directory can have been meant. called: what messages call it
+    for a client that has not named the repository; "": by the repository.
     """
 
     repo: str
     revision: str | None = None
     is_explicit: bool = True
     folder: str = ""
+    called: str = ""
 
     @classmethod
     def parse(cls, given: str, revision: str | None = None) -> HubAdapter | None:
@@ -115,6 +120,8 @@ class HubAdapter:
         return "" if self.is_explicit else "no such directory here, and "
 
     def __str__(self) -> str:
+        if self.called:
+            return f"adapter {shown(self.called)}"
         place = f"{self.repo}/{self.folder}" if self.folder else self.repo
         return f"adapter {place!r}" + (f" at revision {shown(self.revision)}" if self.revision else "")
 
@@ -134,66 +141,191 @@ def _is_revision(text: str) -> bool:
     return len(text) <= MAX_REVISION_CHARS and bool(_REVISION.fullmatch(text)) and not _NO_REVISION.search(text)
 
 
-def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
-    """The directory of the adapter in the snapshot, which is named by commit: its content never changes.
+class HubFetches:
+    """Fetches that run, one of a repository at a time. huggingface_hub cannot be cancelled: past its deadline a fetch
+    is left to end by the library's timeouts, and runs until then."""
 
-    Only adapter files are downloaded, `.bin` only if need be.
-    """
-    result: list[Path | AdapterLoadError] = []
+    def __init__(self) -> None:
+        self._running: set[Path] = set()
+        self._changed = threading.Condition()
 
-    def work() -> None:
+    def run(self, folder: Path, work: Callable[[], Path], timeout_s: float) -> Path:
+        """folder: of the repository. Raises what `work` raises, and TimeoutError."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._may_run(folder), timeout_s):
+                raise TimeoutError
+            self._running.add(folder)
+        found: Future[Path] = Future()
+
+        def fetch() -> None:
+            try:
+                found.set_result(work())
+            except BaseException as error:
+                found.set_exception(error)
+            finally:
+                self._end(folder)
+
         try:
-            result.append(_download(adapter, cache, timeout_s))
+            threading.Thread(target=fetch, name=f"fetch {folder.name}", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._end(folder)
+            raise
+        return found.result(max(0.0, deadline_s - time.monotonic()))
+
+    def _may_run(self, folder: Path) -> bool:
+        return folder not in self._running and len(self._running) < MAX_FETCHES
+
+    def _end(self, folder: Path) -> None:
+        with self._changed:
+            self._running.discard(folder)
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class HubCache:
+    """A folder in the form of the hub library's cache, and what bounds fetches into it.
+
+    root: None is the library's own. max_bytes: of one adapter. make_room: is asked before anything is downloaded.
+    """
+
+    root: Path | None = None
+    timeout_s: float = 300.0
+    max_bytes: int = 2**34
+    make_room: MakeRoom = check_disk
+    fetches: HubFetches = field(default_factory=HubFetches)
+
+    def fetch(self, adapter: HubAdapter) -> Path:
+        """The directory of the adapter in the snapshot, which is named by commit: its content never changes.
+
+        Only adapter files are downloaded, `.bin` only if need be. Where the hub is away, what was fetched before
+        serves, and what the library's own cache has. Raises AdapterLoadError's kin, AdapterTooLargeError,
+        AdapterNoRoomError.
+        """
+
+        def work() -> Path:
+            try:
+                return self._fetch(adapter, root)
+            except Exception as error:
+                raise _as_adapter_error(error, adapter) from error
+
+        try:
+            root = (self.root or _own_root()).expanduser()
+            return self.fetches.run(_folder_of(adapter, root), work, self.timeout_s)
+        except TimeoutError:
+            text = f"{adapter.not_here}the hub did not deliver it within {self.timeout_s:g} s; try again later"
+            raise AdapterFetchTimeoutError(f"{adapter}: {text}") from None
+        except ImportError:
+            raise _no_hub(adapter, "huggingface_hub is not installed") from None
+
+    def _fetch(self, adapter: HubAdapter, root: Path) -> Path:
+        folder = _folder_of(adapter, root)
+        _check_reference(folder, adapter)
+        try:
+            commit, listed = _listed(adapter)
         except Exception as error:
-            result.append(_as_adapter_error(error, adapter))
+            return self._found_here(adapter, root, error)
+        if CONFIG_NAME not in listed:
+            raise _no_config(adapter)
+        sizes = {name: listed[name] for name in wanted_names(listed, _SHARD)}
+        check_sizes(adapter, sizes, self.max_bytes)
+        directory = folder / "snapshots" / commit / adapter.folder
+        missing = sum(size for name, size in sizes.items() if not (directory / name).exists())
+        self.make_room(adapter, folder, missing)
+        _download(adapter, root, commit, list(sizes), min(REQUEST_TIMEOUT_S, self.timeout_s))
+        if adapter.revision != commit:  # for when the hub is away; the library notes what it resolved itself
+            reference = folder / "refs" / (adapter.revision or "main")
+            with suppress(OSError):  # another revision may have had the name of its folder
+                reference.parent.mkdir(parents=True, exist_ok=True)
+                reference.write_text(commit)
+        return _inside(directory, folder, adapter)
 
-    # huggingface_hub cannot be cancelled: past the deadline the thread is left to end by its own timeouts.
-    thread = threading.Thread(target=work, name=f"fetch {adapter.repo}", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not result:
-        raise AdapterFetchTimeoutError(
-            f"{adapter}: {adapter.not_here}the hub did not deliver it within {timeout_s:g} s; try again later"
-        )
-    if isinstance(result[0], AdapterLoadError):
-        raise result[0]
-    return result[0]
+    def _found_here(self, adapter: HubAdapter, root: Path, error: Exception) -> Path:
+        """What was fetched before. Raises the error of the hub where nothing was."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
+
+        if isinstance(error, (LoraplexError, RevisionNotFoundError)):
+            raise error
+        for each in dict.fromkeys((root, _own_root().expanduser())):
+            folder = _folder_of(adapter, each)
+            _check_reference(folder, adapter)
+            try:
+                path = snapshot_download(
+                    adapter.repo, revision=adapter.revision, cache_dir=each, local_files_only=True, allow_patterns=[]
+                )
+            except LocalEntryNotFoundError:
+                continue
+            self.make_room(adapter, folder, 0)
+            directory = Path(path, adapter.folder)
+            if not (directory / CONFIG_NAME).exists():
+                raise _no_config(adapter)
+            return _inside(directory, folder, adapter)
+        raise error
 
 
-def _download(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
-    snapshot = _snapshot(adapter, cache, timeout_s, WANTED)
-    if not (snapshot / CONFIG_NAME).exists():
-        if adapter.folder:
-            raise AdapterPathNotFoundError(f"{adapter}: the hub's repository has no {CONFIG_NAME} in such a folder")
-        raise AdapterConfigMissingError(
-            f"{adapter}: the hub's repository has no {CONFIG_NAME} at its top; is it an adapter?"
-        )
-    if not any((snapshot / name).exists() for name in WEIGHT_NAMES):
-        snapshot = _snapshot(adapter, cache, timeout_s, (*WANTED, BIN_NAME))
-    return snapshot
-
-
-def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, patterns: tuple[str, ...]) -> Path:
-    from huggingface_hub import snapshot_download
+def _own_root() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _folder_of(adapter: HubAdapter, root: Path) -> Path:
+    """The repository's part of a cache."""
+    return (root / f"{CACHE_PREFIX}{adapter.repo.replace('/', '--')}").resolve()
+
+
+def _listed(adapter: HubAdapter) -> tuple[str, dict[str, int]]:
+    """The commit, and the bytes of each file directly beside the adapter's configuration. Raises AdapterFileFormatError
+    for too many, and what the library raises."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.hf_api import RepoFile
+
+    hub, commit = HfApi(), adapter.revision or "main"
+    if not _COMMIT.fullmatch(commit):
+        commit = hub.model_info(adapter.repo, revision=commit, timeout=REQUEST_TIMEOUT_S, expand=["sha"]).sha or ""
+    if not _COMMIT.fullmatch(commit):
+        raise AdapterFetchError(f"{adapter}: the hub says no commit of it")
+    entries = hub.list_repo_tree(adapter.repo, adapter.folder or None, revision=commit)
+    try:
+        found = list(islice(entries, MAX_FILES + 1))
+    except EntryNotFoundError:
+        return commit, {}
+    if len(found) > MAX_FILES:
+        text = f"has more than {MAX_FILES} files and folders beside it; give it a folder of its own"
+        raise AdapterFileFormatError(f"{adapter} {text}")
+    files = [each for each in found if isinstance(each, RepoFile)]
+    if any(not isinstance(each.size, int) or each.size < 0 for each in files):
+        raise AdapterFetchError(f"{adapter}: the hub does not say how long its files are")
+    return commit, {each.path.rpartition("/")[2]: each.size for each in files}
+
+
+def _download(adapter: HubAdapter, root: Path, commit: str, names: list[str], timeout_s: float) -> None:
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm
 
     class NoProgressBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
-    root = Path(cache or HF_HUB_CACHE)
-    folder = (root.expanduser() / f"{CACHE_PREFIX}{adapter.repo.replace('/', '--')}").resolve()
-    _check_reference(folder, adapter)
-    path = snapshot_download(
-        adapter.repo,
-        revision=adapter.revision,
-        cache_dir=root,
-        allow_patterns=[f"{adapter.folder}/{each}" if adapter.folder else each for each in patterns],
-        etag_timeout=min(REQUEST_TIMEOUT_S, timeout_s),
-        tqdm_class=NoProgressBar,
+    for name in names:
+        hf_hub_download(
+            adapter.repo,
+            f"{adapter.folder}/{name}".lstrip("/"),
+            revision=commit,
+            cache_dir=root,
+            etag_timeout=timeout_s,
+            tqdm_class=NoProgressBar,
+        )
+
+
+def _no_config(adapter: HubAdapter) -> AdapterLoadError:
+    if adapter.folder:
+        return AdapterPathNotFoundError(f"{adapter}: the hub's repository has no {CONFIG_NAME} in such a folder")
+    return AdapterConfigMissingError(
+        f"{adapter}: the hub's repository has no {CONFIG_NAME} at its top; is it an adapter?"
     )
-    return _inside(Path(path, adapter.folder), folder, adapter)
 
 
 def hub_snapshot_of(directory: Path) -> Path | None:
@@ -214,7 +346,7 @@ def _check_reference(folder: Path, adapter: HubAdapter) -> None:
     """The library reads refs/REVISION as it is: a FIFO would block it, an endless file would fill the memory."""
     reference = folder / "refs" / (adapter.revision or "main")
     try:
-        with RegularFile.open(reference, adapter.repo, frozenset((folder,))) as file:
+        with RegularFile.open(reference, adapter.called or adapter.repo, frozenset((folder,))) as file:
             problem = f"has {file.size} bytes" if file.size > MAX_REFERENCE_BYTES else None
     except AdapterWeightsMissingError:
         return
@@ -233,16 +365,16 @@ def _inside(snapshot: Path, root: Path, adapter: HubAdapter) -> Path:
     It and the files that a load reads (links to blobs) must lie in the repository's part of the cache.
     """
     real = snapshot.resolve()
-    for file in (real, *read_files(AdapterFolder(real, adapter.repo))):
+    for file in (real, *read_files(AdapterFolder(real, adapter.called or adapter.repo))):
         if real == root or not file.resolve().is_relative_to(root):
             _log.warning("%s: %s leads outside the hub's cache of it, %s", adapter, file, root)
             raise AdapterPathForbiddenError(f"{adapter} is not read: its files do not all lie in the hub's cache")
     return real
 
 
-def _as_adapter_error(error: Exception, adapter: HubAdapter) -> AdapterLoadError:
+def _as_adapter_error(error: Exception, adapter: HubAdapter) -> LoraplexError:
     """The error of this package for one of huggingface_hub or of the network below it."""
-    if isinstance(error, AdapterLoadError):
+    if isinstance(error, LoraplexError):
         return error
     if isinstance(error, ImportError):
         return _no_hub(adapter, "huggingface_hub is not installed")

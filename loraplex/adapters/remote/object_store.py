@@ -25,16 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loraplex.adapters.files import (
-    BIN_NAME,
-    CONFIG_NAME,
-    INDEX_NAME,
-    MAX_CONFIG_BYTES,
-    NEW_EMBEDDINGS,
-    SHARD_NAME,
-    TEXT_NAMES,
-    WEIGHT_NAMES,
-)
+from loraplex.adapters.remote.fetched import OBJECTS, MakeRoom, check_disk
+from loraplex.adapters.remote.wanted import MAX_FILES, check_sizes, wanted_names
 from loraplex.errors import (
     AdapterFetchError,
     AdapterFetchTimeoutError,
@@ -42,22 +34,20 @@ from loraplex.errors import (
     AdapterLoadError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
-    AdapterTooLargeError,
     AdapterTruncatedError,
     ConfigError,
+    LoraplexError,
     shown,
 )
 from loraplex.private_folder import default_folder, private_folder
 
 OBJECT_PREFIX = "s3://"
-MAX_OBJECTS = 1000
+MAX_OBJECTS = MAX_FILES
 """Directly below a prefix: one answer of the store."""
 
 LIST_TIMEOUT_S = 30.0
-MAX_TEXT_BYTES = 2**26
 MAX_KEY_CHARS = 900
 CHUNK_BYTES = 2**20
-SPARE_DISK_BYTES = 2**26
 LEFT_S = 3600.0
 """What a fetch that was killed left behind is removed after that."""
 
@@ -74,10 +64,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ObjectAdapter:
-    """A bucket and the key below which an adapter's files are ("": the bucket itself)."""
+    """A bucket and the key below which an adapter's files are ("": the bucket itself). called: what messages call it
+    for a client that has not named the place; "": by the place."""
 
     bucket: str
     key: str
+    called: str = ""
 
     @classmethod
     def parse(cls, given: str) -> ObjectAdapter | None:
@@ -97,6 +89,8 @@ class ObjectAdapter:
         return self.bucket == root.bucket and (not root.key or f"{self.key}/".startswith(f"{root.key}/"))
 
     def __str__(self) -> str:
+        if self.called:
+            return f"adapter {shown(self.called)}"
         return f"adapter {shown(f'{OBJECT_PREFIX}{self.bucket}/{self.key}', 80)}"
 
 
@@ -109,28 +103,32 @@ class _Object:
     etag: str
 
 
-def fetch_objects(adapter: ObjectAdapter, folder: Path | None, max_bytes: int, timeout_s: float) -> Path:
+def fetch_objects(
+    adapter: ObjectAdapter, folder: Path | None, max_bytes: int, timeout_s: float, make_room: MakeRoom = check_disk
+) -> Path:
     """The adapter's files as they are in the store now. folder: of what was fetched; None: in the user's cache.
 
-    max_bytes: of all files together. Raises AdapterLoadError's kin, AdapterTooLargeError.
+    max_bytes: of all files together. make_room: is asked before anything is downloaded. Raises AdapterLoadError's kin,
+    AdapterTooLargeError, AdapterNoRoomError.
     """
 
     async def within() -> Path:
         async with asyncio.timeout(timeout_s):
-            return await _fetch(adapter, folder or _default_folder(), max_bytes)
+            return await _fetch(adapter, folder or _default_folder(), max_bytes, make_room)
 
     try:
         return _run(within)
-    except (AdapterLoadError, AdapterTooLargeError):
+    except LoraplexError:
         raise
     except Exception as error:
         raise _as_adapter_error(error, adapter, timeout_s) from None
 
 
-def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TIMEOUT_S) -> list[str]:
-    """The parts directly below a place that have something below them, from `start` on: one answer of the store."""
+def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TIMEOUT_S) -> tuple[list[str], bool]:
+    """The parts directly below a place that have something below them, from `start` on, in the order of the store:
+    `sql-1` comes before `sql`, as `sql-1/` does before `sql/`. One answer of it, and whether there is more."""
 
-    async def within() -> list[str]:
+    async def within() -> tuple[list[str], bool]:
         below = f"{place.key}/" if place.key else ""
         async with asyncio.timeout(timeout_s):
             answer: Mapping[str, Any] = await _store()._call_s3(
@@ -142,7 +140,7 @@ def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TI
                 **({"StartAfter": below + start} if start else {}),
             )
         found = (str(each["Prefix"]) for each in answer.get("CommonPrefixes", ()))
-        return sorted(each.removeprefix(below).removesuffix("/") for each in found)
+        return [each.removeprefix(below).removesuffix("/") for each in found], bool(answer.get("IsTruncated"))
 
     try:
         return _run(within)
@@ -152,7 +150,7 @@ def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TI
 
 def object_folder_of(directory: Path) -> str | None:
     """Which list of a store a directory has the files of; None: it was not fetched from one."""
-    is_one = len(directory.name) == len(directory.parent.name) == 64 and directory.parent.parent.name == "objects"
+    is_one = len(directory.name) == len(directory.parent.name) == 64 and directory.parent.parent.name == OBJECTS
     return directory.name if is_one else None
 
 
@@ -185,27 +183,31 @@ def _store() -> Any:
 def _default_folder() -> Path:
     kept = default_folder()
     if kept is not None:
-        return kept / "objects"
+        return kept / OBJECTS
     folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder / "objects"
+    return folder / OBJECTS
 
 
-async def _fetch(adapter: ObjectAdapter, folder: Path, max_bytes: int) -> Path:
+async def _fetch(adapter: ObjectAdapter, folder: Path, max_bytes: int, make_room: MakeRoom) -> Path:
     objects = await _listed(adapter)
-    wanted = _wanted(adapter, objects)
-    _check_sizes(adapter, wanted, max_bytes)
+    if not objects:
+        raise AdapterPathNotFoundError(f"{adapter}: the store has nothing there")
+    wanted = [objects[name] for name in wanted_names(objects)]
+    check_sizes(adapter, {each.name: each.size for each in wanted}, max_bytes)
     place = hashlib.sha256(f"{adapter.bucket}/{adapter.key}".encode()).hexdigest()
     content = hashlib.sha256(repr([(each.name, each.size, each.etag) for each in wanted]).encode()).hexdigest()
     target = folder / place / content
-    if _is_whole(target, wanted):
+    is_here = _is_whole(target, wanted)
+    await asyncio.to_thread(make_room, adapter, target, 0 if is_here else sum(each.size for each in wanted))
+    if is_here and _is_whole(target, wanted):
         return target.resolve()
     try:
         private_folder(target.parent, "the folder of fetched adapters", "set LORAPLEX_CACHE to another")
     except ConfigError as error:
         _log.error("%s", error)
         raise AdapterFetchError(f"{adapter}: this server has no folder for it (see the log)") from None
-    _make_room(adapter, target.parent, sum(each.size for each in wanted))
+    _remove_left(target.parent)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=target.parent))
     try:
         for each in wanted:
@@ -240,31 +242,6 @@ async def _listed(adapter: ObjectAdapter) -> dict[str, _Object]:
     return found
 
 
-def _wanted(adapter: ObjectAdapter, objects: Mapping[str, _Object]) -> list[_Object]:
-    """What a load reads of a directory, and nothing else."""
-    if not objects:
-        raise AdapterPathNotFoundError(f"{adapter}: the store has nothing there")
-    names = {CONFIG_NAME, *NEW_EMBEDDINGS, *TEXT_NAMES}
-    weights = next((name for name in WEIGHT_NAMES if name in objects), BIN_NAME)
-    names.add(weights)
-    if weights == INDEX_NAME:
-        names.update(name for name in objects if SHARD_NAME.fullmatch(name))
-    return [objects[name] for name in sorted(names & objects.keys())]
-
-
-def _check_sizes(adapter: ObjectAdapter, wanted: list[_Object], max_bytes: int) -> None:
-    for each in wanted:
-        limit = MAX_CONFIG_BYTES if each.name == CONFIG_NAME else MAX_TEXT_BYTES if each.name in TEXT_NAMES else None
-        if limit is not None and each.size > limit:
-            raise AdapterFileFormatError(f"{adapter}: {each.name} has {each.size} bytes, at most {limit} are read")
-    num_bytes = sum(each.size for each in wanted)
-    if num_bytes > max_bytes:
-        raise AdapterTooLargeError(
-            f"{adapter} has {num_bytes} bytes, and at most {max_bytes} are fetched: four times what the memory for "
-            "adapters holds"
-        )
-
-
 def _is_whole(target: Path, wanted: list[_Object]) -> bool:
     try:
         return all((target / each.name).stat().st_size == each.size for each in wanted)
@@ -272,13 +249,10 @@ def _is_whole(target: Path, wanted: list[_Object]) -> bool:
         return False
 
 
-def _make_room(adapter: ObjectAdapter, folder: Path, num_bytes: int) -> None:
+def _remove_left(folder: Path) -> None:
     for left in folder.glob(".part-*"):
         if time.time() - left.stat().st_mtime > LEFT_S:
             shutil.rmtree(left, ignore_errors=True)
-    free = shutil.disk_usage(folder).free
-    if num_bytes + SPARE_DISK_BYTES > free:
-        raise AdapterFetchError(f"{adapter} has {num_bytes} bytes, and the disk of this server has {free} bytes left")
 
 
 async def _download(adapter: ObjectAdapter, wanted: _Object, file: Path) -> None:

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -37,6 +37,9 @@ MAX_FILES = 64
 
 MAX_LISTED = 200_000
 """Entries of a directory that a page looks at: 0.1 us each to sort."""
+
+MAX_ANSWERS = 10
+"""Of a store that a page asks for: they may have names that no adapter can have."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
 _log = logging.getLogger(__name__)
@@ -124,7 +127,8 @@ class NamedSource:
         return path
 
     def names(self, query: NameQuery, limit: int) -> list[str]:
-        """Of the adapters that it has, at most `limit` in the order of names. Touches the disk or the network.
+        """Of the adapters that it has, at most `limit` in the order of names (a store's: of names with a slash behind).
+        Touches the disk or the network.
 
         Raises InvalidRequestError for a source on the hub, which has no pages of names, and AdapterLoadError.
         """
@@ -134,11 +138,21 @@ class NamedSource:
             if query.contains:
                 text = f"source {self.name!r} is an object store, which lists by the beginning of names: send prefix"
                 raise InvalidRequestError(text, param="contains")
-            place = ObjectAdapter.parse(self.place)
-            assert place is not None
-            found = listed_prefixes(place, max(query.after, query.prefix))
-            return list(islice((name for name in found if name in query.of([name]) and _is_part(name)), limit))
+            return list(islice(self._named_prefixes(query), limit))
         return list(islice(self._named_directories(query), limit))
+
+    def _named_prefixes(self, query: NameQuery) -> Iterator[str]:
+        place = ObjectAdapter.parse(self.place)
+        assert place is not None
+        start, has_more, num_answers = max(query.after, query.prefix), True, 0
+        while has_more and num_answers < MAX_ANSWERS:
+            found, has_more = listed_prefixes(replace(place, called=f"{self.name}/"), start)
+            for name in found:
+                is_after = f"{name}/" > f"{query.after}/" or not query.after
+                if is_after and name.startswith(query.prefix) and _is_part(name):
+                    yield name
+            has_more = has_more and bool(found) and (found[-1].startswith(query.prefix) or found[-1] < query.prefix)
+            start, num_answers = f"{found[-1]}/" if found else start, num_answers + 1
 
     def _named_directories(self, query: NameQuery) -> Iterator[str]:
         """Only those of a page are looked at: 10,000 names take milliseconds, 10,000 files would not."""

@@ -18,23 +18,21 @@ import hashlib
 import os
 import secrets
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapters.merging.part_folder import PART_PREFIX, held, remove_abandoned
+from loraplex.adapters.merging.part_folder import temporary_folder
 from loraplex.adapters.regular_file import sync_path
 from loraplex.errors import (
     AdapterMemoryError,
     AdapterTooLargeError,
-    ConfigError,
     LoraplexError,
     RequestAbortedError,
 )
-from loraplex.private_folder import default_folder, private_folder
+from loraplex.private_folder import private_folder
 
 FOLDER_NAME = "uploads"
 UPLOAD_PREFIX = "upload://"
@@ -75,6 +73,11 @@ class UploadStore:
         """Of all uploads that are kept or come."""
         with self._lock:
             return sum(self._sizes.values())
+
+    def size_of(self, path: str) -> int:
+        """Bytes of the files of one; 0: it is not here."""
+        with self._lock:
+            return self._sizes.get(Path(path), 0)
 
     def receive(self) -> Upload:
         """Begin one. Raises LoraplexError for a folder that cannot be written to."""
@@ -120,26 +123,10 @@ class UploadStore:
     def _made(self) -> Path:
         with self._lock:
             if self._folder is None:
-                self._folder = self._temporary()
+                self._folder = temporary_folder(FOLDER_NAME, self._at_end)
             elif self.is_durable and not self._folder.is_dir():
                 self._folder = private_folder(self._folder, "the folder of uploads", "give another --state-dir")
             return self._folder
-
-    def _temporary(self) -> Path:
-        """Beside other caches, where nothing but this user's files are; else in the system's folder for such."""
-        above = default_folder()
-        if above is not None:
-            try:
-                above = private_folder(above, "the cache", "set LORAPLEX_CACHE")
-            except ConfigError:
-                above = None
-        if above is None or not os.access(above, os.W_OK):
-            above = Path(tempfile.gettempdir())
-        remove_abandoned(above)
-        folder = Path(tempfile.mkdtemp(prefix=f"{PART_PREFIX}uploads-", dir=above.resolve()))
-        self._at_end.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._at_end.enter_context(held(folder))
-        return folder
 
     def _take(self, part: Path, num_bytes: int) -> None:
         """Count bytes that come. Raises AdapterTooLargeError, AdapterMemoryError."""

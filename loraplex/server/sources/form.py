@@ -14,7 +14,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, SAFETENSORS_NAME, TEXT_NAMES
-from loraplex.adapters.remote.object_store import MAX_TEXT_BYTES
+from loraplex.adapters.remote.wanted import MAX_TEXT_BYTES
 from loraplex.server.api_error import ApiError, clipped
 
 MAX_PARTS, MAX_HEADERS, MAX_HEADER_BYTES, MAX_FIELD_BYTES = 24, 8, 1024, 4096

@@ -1,23 +1,27 @@
 """How many adapters, bytes and pins a tenant may have: checked around the verbs that add some.
 
 The verbs of a tenant with such limits run one after another, so that two of them never take the last place together.
-Each server counts what its registry has; bytes are those of the files, of all versions that are kept. An adapter that
-turns out to be too large when its files are opened is refused before anything has changed.
+Each server counts what its registry has; bytes are those of the weights' files, and of what was uploaded of all files,
+of all versions that are kept. An adapter that turns out to be too large when its files are opened is refused before
+anything has changed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from fastapi import Request
 
 from loraplex.adapters.registry import LoRARegistry, NameQuery
+from loraplex.core import AdapterSpec
 from loraplex.errors import TenantLimitError
 from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.sources.room import NameRoom
 from loraplex.tenants.limits import Limits
 
 RETRY_S = 60.0
@@ -25,16 +29,28 @@ RETRY_S = 60.0
 
 
 class AdapterQuota:
-    def __init__(self, engine: EngineSurface) -> None:
+    """room: where names that came by need leave for new ones."""
+
+    def __init__(self, engine: EngineSurface, room: NameRoom) -> None:
         self._engine = engine
+        self._room = room
         self._turns: dict[str, asyncio.Lock] = {}
 
     @asynccontextmanager
     async def changing(
-        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False
+        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False, is_needed: bool = False
     ) -> AsyncIterator[Callable[[int], None] | None]:
         """Around a verb that loads or pins the adapter registered as `name`, which takes what this gives as its
-        `check_size`. Raises TenantLimitError."""
+        `check_size`. is_needed: a request loads it. Raises TenantLimitError, and AdapterNoRoomError for a request."""
+        async with self._within_limits(request, name, is_load, is_pin) as check_size, AsyncExitStack() as stack:
+            if is_load:
+                await stack.enter_async_context(self._room.for_new(name, is_needed=is_needed))
+            yield check_size
+
+    @asynccontextmanager
+    async def _within_limits(
+        self, request: Request, name: str, is_load: bool, is_pin: bool
+    ) -> AsyncIterator[Callable[[int], None] | None]:
         scope = caller_of(request).scope
         tenant = scope.table.tenants.get(scope.tenant or "")
         limits = Limits() if tenant is None else tenant.limits
@@ -44,7 +60,7 @@ class AdapterQuota:
             return
         prefix = f"{tenant.name}/"
         async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-            before = await self._engine.on_registry(_bytes_of, prefix)
+            before = await self._engine.on_registry(self._bytes_of, prefix)
             if is_load and name not in before and _is_full(limits.adapters, len(before)):
                 raise _too_many(f"{len(before)} adapters", limits.adapters, "adapters")
             if is_load and _is_full(limits.adapter_bytes, sum(before.values())) and name not in before:
@@ -59,9 +75,20 @@ class AdapterQuota:
         """In a thread, once the files are opened. What makes it fewer bytes is not refused."""
         if most is None or self._engine.registry is None:
             return
-        after = self._engine.registry.nbytes_with(name, nbytes, prefix)
+        after = self._engine.registry.nbytes_with(name, nbytes, prefix, self._size_of)
         if after > max(most, num_before):
             raise _too_many(f"with this one {after} bytes of adapters", most, "adapter_bytes")
+
+    def _bytes_of(self, registry: LoRARegistry, prefix: str) -> dict[str, int]:
+        """By name, of all its versions."""
+        found: Counter[str] = Counter()
+        for spec in registry.specs():
+            if spec.adapter_name.startswith(prefix):
+                found[spec.adapter_name] += self._size_of(spec)
+        return found
+
+    def _size_of(self, spec: AdapterSpec) -> int:
+        return max(spec.nbytes, self._engine.updates.uploads.size_of(spec.path))
 
 
 def _is_full(most: int | None, num: int) -> bool:
@@ -71,15 +98,6 @@ def _is_full(most: int | None, num: int) -> bool:
 def _too_many(what: str, most: int | None, limit: str) -> TenantLimitError:
     text = f"this tenant has {what}, and may have {most}: unload, or unpin, one of them first"
     return TenantLimitError(text, RETRY_S, limit)
-
-
-def _bytes_of(registry: LoRARegistry, prefix: str) -> dict[str, int]:
-    """By name, of all its versions."""
-    found: dict[str, int] = {}
-    for spec in registry.specs():
-        if spec.adapter_name.startswith(prefix):
-            found[spec.adapter_name] = found.get(spec.adapter_name, 0) + spec.nbytes
-    return found
 
 
 def _pinned_of(registry: LoRARegistry, prefix: str) -> set[str]:

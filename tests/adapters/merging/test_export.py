@@ -283,7 +283,7 @@ def test_a_server_removes_at_its_start_what_has_no_maker(tmp_path: Path) -> None
     with held(lost):
         pass
     with held(kept):
-        AdapterMaker(None, None, tmp_path, ROOM).close()
+        AdapterMaker(None, None, None, tmp_path, ROOM).close()
         assert parts_in(tmp_path) == [kept]
 
 

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.adapter_store import AddOutcome
+from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
 from loraplex.adapters.sources.uploads import Upload, UploadLimits, UploadStore
+from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterMemoryError, AdapterTooLargeError
+from tests.adapters.fake_store import FakeStore
 
 NAME = "adapter_model.safetensors"
 
@@ -138,3 +142,31 @@ def test_without_a_cache_folder_the_systems_is_used(tmp_path: Path, monkeypatch:
     assert sent(store).keep("abc").is_relative_to(tmp_path)
     store.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clone_keeps_the_files_of_an_upload_that_is_unloaded_meanwhile(tmp_path: Path) -> None:
+    """It was published without them: served from memory, and lost with the next start."""
+    uploads, store = store_at(tmp_path), FakeStore()
+    registry = LoRARegistry(store, no_adapter, on_unused=uploads.remove, run_later=lambda job: job())
+    folder = str(sent(uploads).keep("abc"))
+    opened = OpenedAdapter(folder, "d" * 64, 7, 8)
+    registry.receive("sql", "upload://abc", lambda loaded, spec: opened)
+    add = store.add_adapter
+
+    def and_unload(spec: AdapterSpec) -> AddOutcome:
+        outcome = add(spec)
+        assert not registry.unload("sql").is_drained
+        return outcome
+
+    store.add_adapter = and_unload  # type: ignore[method-assign]
+    registry.clone("sql", "copy")
+    assert registry.names() == ("copy",)
+    assert Path(registry.spec_of(registry.resolve("copy")).path).exists()
+    assert registry.num_references == 0
+    registry.unload("copy")
+    assert not Path(folder).exists()
+    registry.check_integrity()
+
+
+def no_adapter(path: str) -> OpenedAdapter:
+    raise AssertionError(f"{path} was opened")

@@ -138,8 +138,8 @@ async def test_a_registered_name_is_never_looked_up(opener: Opener, root: Path) 
         assert opener.paths == []
         assert (await ask(client, "dir/sql")).status_code == 200
         assert engine.registry is not None
-        assert engine.registry.spec_of("sql").path == "/elsewhere"
-        assert engine.registry.spec_of("dir/sql").path == str(root / "sql")
+        assert engine.registry.spec_of(engine.registry.resolve("sql")).path == "/elsewhere"
+        assert engine.registry.spec_of(engine.registry.resolve("dir/sql")).path == str(root / "sql")
 
 
 async def test_requests_for_one_name_are_one_load(opener: Opener, root: Path) -> None:
@@ -158,10 +158,10 @@ async def test_requests_for_one_name_are_one_load(opener: Opener, root: Path) ->
 
 
 async def test_a_bad_adapter_is_read_once_in_a_while(opener: Opener, root: Path) -> None:
-    """Its error goes to each of those that ask, with its name and no path."""
+    """Its error goes to each of those that ask."""
     path = str(root / "bad")
     async with serving(opener, f"dir={root}") as (client, _):
-        opener.errors[path] = AdapterValidationError(f"adapter {path!r}: not usable", ["a reason"])
+        opener.errors[path] = AdapterValidationError("adapter 'bad': not usable", ["a reason"])
         answers = [await ask(client, "bad") for _ in range(3)]
         assert {answer.status_code for answer in answers} == {400}
         assert opener.paths == [path]
@@ -190,7 +190,7 @@ async def test_the_least_recently_used_name_is_unloaded(
     opener: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that came by need, with neither request nor pin; it is back with its next request."""
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     async with serving(opener, f"dir={root}", adapters={"own": "/own"}, max_sourced_adapters=2) as (client, _):
         for name in ("sql", "chat", "sql", "code"):
             assert (await ask(client, name)).status_code == 200
@@ -206,7 +206,7 @@ async def test_the_least_recently_used_name_is_unloaded(
 async def test_max_loaded_loras_is_room_for_names_by_need_too(
     opener: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     async with serving(opener, f"dir={root}", adapters={"own": "/own"}) as (client, engine):
         assert engine.registry is not None
         monkeypatch.setattr(engine.registry, "max_loaded_loras", 2)
@@ -301,7 +301,7 @@ async def test_a_tenants_source_is_as_if_it_were_not_there(tmp_path: Path, root:
 async def test_a_tenants_quota_counts_and_its_own_names_leave_for_it(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapters=2)) as (client, made):
         acme, beta = made.keys["acme"], made.keys["beta"]
         assert (await ask(client, "bad", beta)).status_code == 200
@@ -325,7 +325,7 @@ async def test_a_name_that_a_request_is_about_to_take_makes_no_room(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     """The parts of a mix unloaded one another, and it was 404. Now it is 429, and worth another try soon."""
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 30.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 30.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=limits) as (client, made):
         acme = made.keys["acme"]
         for _ in range(2):
@@ -336,7 +336,7 @@ async def test_a_name_that_a_request_is_about_to_take_makes_no_room(
 
 
 async def test_bytes_of_a_tenant(tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapter_bytes=2048)) as (client, made):
         acme = made.keys["acme"]
         for name in ("sql", "chat", "code"):
@@ -351,7 +351,7 @@ async def test_what_can_never_fit_unloads_nothing_and_is_opened_once(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One such request emptied the tenant's names, and each one opened the files again."""
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", limits=Limits(adapter_bytes=3000)) as (client, made):
         acme = made.keys["acme"]
         for name in ("sql", "chat"):
@@ -370,7 +370,7 @@ async def test_what_can_never_fit_unloads_nothing_and_is_opened_once(
 async def test_the_tenant_with_most_names_loses_one(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", max_sourced_adapters=4) as (client, made):
         acme, beta = made.keys["acme"], made.keys["beta"]
         assert (await ask(client, "sql", beta)).status_code == 200
@@ -401,7 +401,7 @@ async def test_a_name_that_was_to_make_room_is_gone_or_pinned_meanwhile(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, is_by_limit: bool
 ) -> None:
     """Its absence was another client's 404, with its name in it."""
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     settings: dict[str, Any] = {"limits": Limits(adapters=1)} if is_by_limit else {"max_sourced_adapters": 1}
     async with tenants(tmp_path, opener, f"dir={root}", **settings) as (client, made):
         owner, registry = "acme" if is_by_limit else "beta", made.app.state.context.engine.registry
@@ -416,7 +416,7 @@ async def test_a_name_that_was_to_make_room_is_gone_or_pinned_meanwhile(
         monkeypatch.setattr(registry, "loaded_from", look_early)
         assert (await ask(client, "bad", made.keys[owner])).status_code == 200
         for verb, status in ((registry.pin, 429 if is_by_limit else 503), (registry.unload, 200)):
-            after_looks += [lambda: None] * is_by_limit + [partial(verb, f"{owner}/bad")]
+            after_looks.append(partial(verb, f"{owner}/bad"))
             answer = await ask(client, "sql", made.keys["acme"])
             assert (answer.status_code, "bad" in answer.text) == (status, False), answer.text
             if verb == registry.pin:
@@ -426,7 +426,7 @@ async def test_a_name_that_was_to_make_room_is_gone_or_pinned_meanwhile(
 async def test_loads_that_make_room_at_the_same_time(
     tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.server.sources.resolver.JUST_USED_S", 0.0)
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
     async with tenants(tmp_path, opener, f"dir={root}", max_sourced_adapters=4) as (client, made):
         keys = [made.keys["acme"], made.keys["beta"]]
         for name in ("bad", "dir/bad"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.sources.uploads import UploadLimits, UploadStore
+from loraplex.errors import AdapterNoRoomError
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.api_error import ApiError
 from loraplex.server.sources.form import UploadForm
@@ -127,6 +129,36 @@ async def test_bytes_are_bounded(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_a_slash_behind_the_path_is_no_other_route(tmp_path: Path) -> None:
+    """What browsers may send is judged by the route that is asked for."""
+    async with serving(tmp_path) as client:
+        assert (await client.post("/v1/adapters/", data={"name": "new"}, files=FILES)).status_code == 200
+        del client.headers["X-Requested-With"]
+        assert (await client.post("/v1/adapters/", data={"name": "other"}, files=FILES)).status_code == 415
+
+
+@pytest.mark.parametrize("is_form", [False, True])
+async def test_an_upload_that_comes_too_slowly_loses_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_form: bool
+) -> None:
+    """At the least rate of bodies a gigabyte takes three days, and some clients' trickles had all places."""
+    monkeypatch.setattr("loraplex.server.sources.receiver.MAX_UPLOAD_S", 0.05)
+    ended = asyncio.Event()
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield f"--{BOUNDARY}\r\n".encode() if is_form else b"{"
+        await ended.wait()
+
+    async with serving(tmp_path) as client:
+        if is_form:
+            headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+            answer = await client.post("/v1/adapters", content=trickle(), headers=headers)
+        else:
+            answer = await client.put("/v1/adapters/new/tensors", content=trickle())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "upload_timeout")
+        await until_empty(tmp_path)
+
+
 async def test_a_form_of_a_page_is_none(tmp_path: Path) -> None:
     """A page can send a form to this machine, but not with this header."""
     async with serving(tmp_path) as client:
@@ -160,6 +192,56 @@ async def test_a_tenants_uploads_are_its_own_and_count(tmp_path: Path) -> None:
             assert [await upload(role, "x") for role in ("acme read-only", "inference")] == [403, 403]
             listed = (await client.get("/v1/adapters", headers=made.headers("admin"))).json()["data"]
             assert [each["name"] for each in listed] == ["acme/mine", "beta/mine"]
+
+
+async def test_all_files_of_an_upload_count_for_its_tenant(tmp_path: Path) -> None:
+    """Beside an adapter of some bytes there may be 64 MiB of each text."""
+    with tenancy(tmp_path, {}, Limits(adapter_bytes=2000)) as made:
+        async with client_of(made.app) as client:
+
+            async def upload(name: str, num_spaces: int) -> int:
+                files: Files = [*FILES, ("file", ("tokenizer.json", b"{}" + b" " * num_spaces))]
+                headers = made.headers("acme")
+                return (
+                    await client.post("/v1/adapters", data={"name": name}, files=files, headers=headers)
+                ).status_code
+
+            assert await upload("large", 2000) == 429
+            assert await upload("one", 900) == 200
+            assert await upload("two", 1200) == 429
+            assert await upload("two", 900) == 200
+            assert made.engine.uploads.num_bytes == 2 * (900 + 2 + 2 + 7)
+
+
+async def test_an_upload_that_cannot_be_pinned_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was loaded all the same, and a second try was refused for that."""
+    engine = FakeAsyncEngine(uploads=UploadStore(tmp_path / "uploads"))
+
+    def refuse(adapter_id: int) -> bool:
+        raise AdapterNoRoomError("there is no room for a pin")
+
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        client.headers.update(HEADERS)
+        with monkeypatch.context() as without_room:
+            without_room.setattr(engine.store, "pin_adapter", refuse)
+            assert (await send(client, is_pinned="true")).status_code == 503
+            assert (await client.get("/v1/adapters/new")).status_code == 404
+            await until_empty(tmp_path)
+        assert (await send(client)).status_code == 200
+        again = await send(client, is_pinned="true", load_inplace="true")
+        assert (again.status_code, again.json()["status"]) == (200, "already_loaded")
+        assert (await client.get("/v1/adapters/new")).json()["is_pinned"]
+
+
+async def test_the_same_content_again_mends_an_adapter_whose_files_are_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        assert (await send(client)).status_code == 200
+        (folder,) = (tmp_path / "uploads").iterdir()
+        shutil.rmtree(folder)
+        again = await send(client, load_inplace="true")
+        assert (again.json()["status"], again.json()["version"]) == ("reloaded", 2)
+        assert kept(tmp_path) == [["adapter_config.json", "adapter_model.safetensors"]]
+        assert (await send(client, load_inplace="true")).json()["status"] == "already_loaded"
 
 
 # ------------------------------------------------------------------------------------------------------------- parser

@@ -1,0 +1,129 @@
+"""Which names that came by need leave, to make room for others: for a name, for a tenant's bytes, or for files on disk.
+
+The tenant that has most of them loses the one that it has used least recently, of those without requests, pin, switch
+or verb. A name that was used just now stays: a request may be about to take it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+from loraplex.adapters.registry import LoadedName, LoRARegistry
+from loraplex.adapters.sources.named import ORIGIN
+from loraplex.errors import AdapterNoRoomError, TenantLimitError
+from loraplex.server.engine_surface import EngineSurface
+from loraplex.tenants.records import TenantTable
+
+JUST_USED_S = 1.0
+"""A name that was used within it stays."""
+
+MAX_LEAVING = 64
+"""For one load: after a limit was lowered, there may be thousands too many."""
+
+_log = logging.getLogger("loraplex.server")
+
+
+class NameRoom:
+    """max_names: that may have come by need. table: of the tenants now. `for_new` belongs to one event loop, the rest
+    runs in any thread."""
+
+    def __init__(self, engine: EngineSurface, table: Callable[[], TenantTable], max_names: int) -> None:
+        self._engine = engine
+        self._table = table
+        self._max_names = max_names
+        self._evicting = threading.Lock()
+        self._num_coming = self._num_needed = 0
+
+    @asynccontextmanager
+    async def for_new(self, name: str, *, is_needed: bool = False) -> AsyncIterator[None]:
+        """Around a load that may bring a new name, of a request (is_needed) or by a verb, until it is registered.
+
+        Raises AdapterNoRoomError for a request; what a verb finds no room for, its load refuses.
+        """
+        registry = self._engine.registry
+        if registry is None or registry.is_registered(name):
+            yield
+            return
+        self._num_coming += 1
+        self._num_needed += is_needed
+        try:
+            if is_needed or registry.max_loaded_loras is not None:
+                await self._engine.on_registry(self._make, is_needed)
+            yield
+        finally:
+            self._num_coming -= 1
+            self._num_needed -= is_needed
+
+    def _make(self, registry: LoRARegistry, is_needed: bool) -> None:
+        with self._evicting:
+            loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
+            num_over = len(loaded) + self._num_needed - self._max_names if is_needed else 0
+            if most is not None:
+                num_over = max(num_over, len(registry.registered()) + self._num_coming - most)
+            num_over = min(num_over, MAX_LEAVING)
+            if num_over > 0:
+                latest = time.time() - JUST_USED_S
+                for name in self._in_turn(loaded, latest):
+                    num_over -= _unload(registry, name, latest)
+                    if num_over <= 0:
+                        return
+        if num_over > 0 and is_needed:
+            text = f"{len(loaded)} adapters that came from sources are loaded, and all are in use; try again later"
+            raise AdapterNoRoomError(text)
+
+    def _in_turn(self, loaded: list[LoadedName], latest: float) -> Iterator[str]:
+        """Idle names in the order in which they leave."""
+        owner_of = self._table().owner_of
+        counts = Counter(owner_of(each.name) for each in loaded)
+        idle: dict[str, list[str]] = {}
+        for each in reversed(loaded):
+            if each.is_idle and each.last_used_time < latest:
+                idle.setdefault(owner_of(each.name), []).append(each.name)
+        while idle:
+            largest = max(idle, key=lambda owner: counts[owner])
+            counts[largest] -= 1
+            yield idle[largest].pop()
+            if not idle[largest]:
+                del idle[largest]
+
+    def evict(self, registry: LoRARegistry, is_here: Callable[[str], bool]) -> bool:
+        """Unload one name whose files lie in a directory to which `is_here` says yes. Whether there was one."""
+        latest = time.time() - JUST_USED_S
+        with self._evicting:
+            loaded = [each for each in registry.loaded_from(ORIGIN) if is_here(each.path)]
+            return any(_unload(registry, name, latest) for name in self._in_turn(loaded, latest))
+
+    def evict_own(self, registry: LoRARegistry, prefix: str, error: TenantLimitError) -> None:
+        """Unload one of a tenant at its limit. Raises the error where none of its names may leave now."""
+        latest = time.time() - JUST_USED_S
+        with self._evicting:
+            idle = _idle_of(registry, prefix)
+            if any(_unload(registry, each, latest) for each in idle):
+                return
+        if idle:
+            error.retry_after_s = JUST_USED_S
+        raise error
+
+
+def bytes_of_idle(registry: LoRARegistry, prefix: str) -> int:
+    """Of the files of all versions of a tenant's names that may leave, but for when they were used."""
+    idle = set(_idle_of(registry, prefix))
+    return sum(spec.nbytes for spec in registry.specs() if spec.adapter_name in idle)
+
+
+def _idle_of(registry: LoRARegistry, prefix: str) -> list[str]:
+    """The least recently used first."""
+    return [each.name for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix)]
+
+
+def _unload(registry: LoRARegistry, name: str, latest: float) -> bool:
+    """Unless a request or a verb took it since the list was made. Whether it is gone."""
+    if not registry.unload_idle(name, ORIGIN, latest):
+        return not registry.is_registered(name)
+    _log.info("adapter %.200r, which came from a source, was unloaded for another one", name)
+    return True

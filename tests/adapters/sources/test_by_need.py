@@ -1,0 +1,112 @@
+"""Loads by need: what they fetch lies in a bounded folder, and messages name adapters as clients do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from loraplex.adapters.registry import LoRARegistry
+from loraplex.adapters.remote import hub
+from loraplex.adapters.remote.fetched import FetchedFiles
+from loraplex.adapters.remote.hub import HubAdapter
+from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.sources.by_need import LoadsByNeed, NeededAdapter
+from loraplex.demo.tasks import adapter_path
+from loraplex.errors import AdapterNoRoomError, LoraplexError
+from tests.adapters.fake_store import FakeStore
+from tests.security.demo_reader import demo_opener
+
+COMMIT = "a" * 40
+
+
+def files_of(adapter: HubAdapter) -> Path:
+    return Path(adapter_path(adapter.repo.partition("/")[2]))
+
+
+@pytest.fixture(autouse=True)
+def demo_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that has each demonstration adapter as org/NAME."""
+
+    def download(adapter: HubAdapter, root: Path, commit: str, names: list[str], timeout_s: float) -> None:
+        directory = root / f"models--{adapter.repo.replace('/', '--')}" / "snapshots" / commit
+        if not directory.exists():
+            shutil.copytree(files_of(adapter), directory)
+
+    def listed(adapter: HubAdapter) -> tuple[str, dict[str, int]]:
+        return COMMIT, {file.name: file.stat().st_size for file in files_of(adapter).iterdir()}
+
+    monkeypatch.setattr(hub, "_listed", listed)
+    monkeypatch.setattr(hub, "_download", download)
+
+
+class Loads:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        opener = demo_opener(AdapterSource(()))
+        self.registry = LoRARegistry(FakeStore(), opener.open, run_later=lambda job: job())
+        self.by_need = LoadsByNeed(FetchedFiles(folder, max_bytes), opener)
+
+    def load(self, name: str, path: str, *leaving: str) -> None:
+        names = list(leaving)
+
+        def evict(is_here: object) -> bool:
+            return bool(names) and self.registry.unload(names.pop()).is_drained
+
+        self.by_need.load(self.registry, NeededAdapter(name, path, f"hub/{name}", "hub"), evict)
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Loads:
+    names = "upper", "reverse", "rot13"
+    sizes = [sum(file.stat().st_size for file in Path(adapter_path(name)).iterdir()) for name in names]
+    return Loads(tmp_path / "fetched", sum(sorted(sizes)[1:]) + sizes[0] // 4)
+
+
+def test_what_is_fetched_makes_room_for_what_is_needed(loads: Loads, tmp_path: Path) -> None:
+    """First files that no name has; then names leave."""
+    loads.load("upper", "hf://org/upper")
+    spec = loads.registry.spec_of(loads.registry.resolve("upper"))
+    assert spec.path == str(tmp_path / f"fetched/models--org--upper/snapshots/{COMMIT}")
+    assert loads.registry.loaded_from("source:hub")[0].path == spec.path
+    loads.load("reverse", "hf://org/reverse")
+    with pytest.raises(AdapterNoRoomError, match="adapter 'hub/rot13' is not fetched"):
+        loads.load("rot13", "hf://org/rot13")
+    assert Path(spec.path).exists()
+    loads.registry.unload("upper")
+    assert Path(spec.path).exists()
+    loads.load("rot13", "hf://org/rot13")
+    assert not Path(spec.path).exists()
+    loads.load("upper", "hf://org/upper", "reverse")
+    assert sorted(loads.registry.names()) == ["rot13", "upper"]
+
+
+def test_a_name_that_is_loaded_keeps_its_files_though_another_load_of_them_fails(loads: Loads) -> None:
+    loads.load("upper", "hf://org/upper")
+
+    def refuse(nbytes: int) -> None:
+        raise LoraplexError("too many bytes")
+
+    needed = NeededAdapter("twin", "hf://org/upper", "twin", "hub")
+    with pytest.raises(LoraplexError, match="too many bytes"):
+        loads.by_need.load(loads.registry, needed, lambda is_here: False, refuse)
+    assert Path(loads.registry.spec_of(loads.registry.resolve("upper")).path).exists()
+    assert loads.registry.names() == ("upper",)
+
+
+@pytest.mark.parametrize("place", ["hf://org/upper", "dir"])
+def test_what_is_wrong_with_an_adapter_is_said_of_its_name(loads: Loads, tmp_path: Path, place: str) -> None:
+    directory = tmp_path / "the-operators-own" / "upper"
+    path = str(directory) if place == "dir" else place
+    shutil.copytree(adapter_path("upper"), directory)
+    loads.by_need._opener = demo_opener(AdapterSource((tmp_path,)))
+    (directory / "adapter_config.json").write_text("{")
+    if place != "dir":
+        loads.load("other", path)
+        for config in tmp_path.glob("fetched/*/snapshots/*/adapter_config.json"):
+            config.write_text("{")
+    with pytest.raises(LoraplexError) as caught:
+        loads.load("upper", path)
+    assert "'hub/upper'" in caught.value.message
+    assert "org" not in caught.value.message
+    assert "operators" not in caught.value.message

@@ -1,0 +1,156 @@
+"""Verbs, too, find room at --max-loaded-loras: names that came by need leave for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.adapters.registry import LoRARegistry
+from loraplex.server import ServerConfig, create_app
+from loraplex.server.sources.room import MAX_LEAVING, NameRoom
+from loraplex.tenants.records import TenantTable
+from loraplex.testing import FakeAsyncEngine
+from tests.security.tenancy import tenancy
+from tests.server.conftest import client_of
+from tests.server.sources.test_resolver import Opener, ask, listed
+from tests.server.test_tensors import tensors
+
+
+class FullEngine(FakeAsyncEngine):
+    """Has room for three names."""
+
+    def __init__(self, adapters: dict[str, str], **settings: Any) -> None:
+        super().__init__(adapters, max_loaded_loras=3, **settings)
+
+
+FORM = {"name": (None, "new")}
+FILES = {
+    "config": ("adapter_config.json", b"{}"),
+    "weights": ("adapter_model.safetensors", b"weights"),
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
+    for name in ("a", "b", "c"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+        (tmp_path / "root" / name / "adapter_config.json").write_text("{}")
+    return tmp_path / "root"
+
+
+@asynccontextmanager
+async def full(root: Path) -> AsyncIterator[tuple[httpx.AsyncClient, FakeAsyncEngine]]:
+    """A server whose names came all by need, but one."""
+    engine = FullEngine({"own": "/own"}, open_adapter=Opener())
+    config = ServerConfig(adapter_sources=(f"dir={root}",), adapter_output_dir=str(root.parent / "made"))
+    (root.parent / "made").mkdir()
+    async with client_of(create_app(engine, config)) as client:
+        for name in ("a", "b"):
+            assert (await ask(client, name)).status_code == 200
+        yield client, engine
+
+
+VERBS = {
+    "load": lambda client: client.post("/v1/adapters", json={"name": "new", "path": "/new"}),
+    "put": lambda client: client.put("/v1/adapters/new", json={"path": "/new"}),
+    "vllm": lambda client: client.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/new"}),
+    "sglang": lambda client: client.post("/load_lora_adapter", json={"lora_name": "new", "lora_path": "/new"}),
+    "switch": lambda client: client.post("/v1/adapters/switch", json={"old": "own", "new": "new", "new_path": "/new"}),
+    "clone": lambda client: client.post("/v1/adapters/own/clone", json={"name": "new"}),
+    "upload": lambda client: client.post("/v1/adapters", files=FORM | FILES, headers={"X-Requested-With": "tests"}),
+    "tensors": lambda client: client.put("/v1/adapters/new/tensors", content=tensors(config={})),
+}
+
+
+async def test_a_merge_makes_room_when_it_is_loaded(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And takes nothing away before."""
+    seen: list[list[str]] = []
+    async with full(root) as (client, engine):
+        registry = engine.registry
+        assert registry is not None
+
+        def make(process: object, job: object, plan: object, folder: Path, max_bytes: int) -> None:
+            seen.append(sorted(registry.names()))
+
+        plan = SimpleNamespace(outlines=(), modules=(), nbytes=1)
+        monkeypatch.setattr("loraplex.frontend.making._plan", lambda *asked: plan)
+        monkeypatch.setattr("loraplex.frontend.making._make", make)
+        body = {"name": "new", "adapters": [{"name": "own", "weight": 1.0}]}
+        assert (await client.post("/v1/adapters/merge", json=body)).status_code == 202
+        while (await client.get("/v1/merges/merge-1")).json()["state"] in ("waiting", "running"):
+            await asyncio.sleep(0.005)
+        assert seen == [["a", "b", "own"]]
+        assert sorted(await listed(client)) == ["b", "new", "own"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_verb_makes_room(root: Path, verb: str) -> None:
+    """The least recently used goes; an adapter that a verb loaded never does."""
+    async with full(root) as (client, _):
+        answer = await VERBS[verb](client)
+        assert answer.status_code in (200, 201), answer.text
+        assert sorted(await listed(client)) == ["b", "new", "own"]
+
+
+async def test_a_verb_on_a_name_that_is_there_takes_nothing_away(root: Path) -> None:
+    async with full(root) as (client, _):
+        body = {"name": "own", "path": "/new", "load_inplace": True}
+        assert (await client.post("/v1/adapters", json=body)).status_code == 200
+        assert (await client.post("/v1/adapters", json={"name": "a", "path": str(root / "a")})).status_code == 200
+        assert sorted(await listed(client)) == ["a", "b", "own"]
+
+
+async def test_without_a_name_that_may_leave_a_verb_is_refused_as_ever(root: Path) -> None:
+    async with full(root) as (client, _):
+        for name in ("a", "b"):
+            assert (await client.post(f"/v1/adapters/{name}/pin")).status_code == 200
+        refused = await client.post("/v1/adapters", json={"name": "new", "path": "/new"})
+        assert (refused.status_code, "max_loaded_loras is 3" in refused.text) == (400, True)
+        assert sorted(await listed(client)) == ["a", "b", "own"]
+
+
+async def test_verbs_at_the_same_time_each_find_room(root: Path) -> None:
+    async with full(root) as (client, _):
+        bodies = [{"name": name, "path": f"/{name}"} for name in ("one", "two")]
+        answers = await asyncio.gather(*(client.post("/v1/adapters", json=body) for body in bodies))
+        assert [each.status_code for each in answers] == [200, 200]
+        assert sorted(await listed(client)) == ["one", "own", "two"]
+
+
+async def test_another_tenants_names_by_need_keep_no_verb_out(tmp_path: Path, root: Path) -> None:
+    """A tenant that asks for all that a source has took every place, and kept it."""
+    made_with: dict[str, Any] = {"open_adapter": Opener(), "make_engine": FullEngine}
+    with tenancy(tmp_path, {}, None, adapter_sources=(f"dir={root}",), **made_with) as made:
+        async with client_of(made.app) as client:
+            for name in ("a", "b", "c"):
+                assert (await ask(client, name, made.keys["acme"])).status_code == 200
+            admin = {"authorization": f"Bearer {made.keys['admin']}"}
+            body = {"name": "beta/own", "path": "/srv/beta/own"}
+            loaded = await client.post("/v1/adapters", json=body, headers=admin)
+            assert loaded.status_code == 200, loaded.text
+            assert sorted(await listed(client, made.keys["admin"])) == ["acme/b", "acme/c", "beta/own"]
+
+
+async def test_after_a_limit_was_lowered_so_many_leave_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands in one request's way would hold it, and the interpreter."""
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
+    engine = FakeAsyncEngine()
+    assert engine.registry is not None
+    for number in range(MAX_LEAVING + 10):
+        engine.registry.load(f"name-{number}", f"/{number}", origin="source:dir")
+    room = NameRoom(engine, TenantTable, 1)
+    async with room.for_new("new", is_needed=True):
+        assert len(engine.registry.names()) == 10
+        await engine.on_registry(LoRARegistry.load, "new", "/new", origin="source:dir")
+    async with room.for_new("other", is_needed=True):
+        assert engine.registry.names() == ()
