@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from loraplex.adapter_store import AdapterContent, LongContext
 from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder
@@ -36,6 +37,7 @@ class AdapterOpener:
     source: AdapterSource
     read_content: ReadContent
     read_text: ReadText = no_text
+    _texts: WeakValueDictionary[str, AdapterText] = field(default_factory=WeakValueDictionary, repr=False)
 
     def open(self, path_or_id: str, called: str = "") -> OpenedAdapter:
         """Fetch, read and validate. called: as in
@@ -81,6 +83,8 @@ class AdapterOpener:
         text = _with_context(text_of(content.vocab_size), content.long_context)
         if content.invocation_tokens:
             text = AdapterText.activated(text, content.invocation_tokens)
+        if text is not None:  # one object for all names of a content
+            text = self._texts.setdefault(text.digest, text)
         return OpenedAdapter(directory, content.adapter_digest, content.nbytes, content.rank, text)
 
 

@@ -44,7 +44,7 @@ from loraplex.server.body import JSON_TYPE, media_type_of
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
-from loraplex.server.off_loop import client_of
+from loraplex.server.off_loop import OffLoop, client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
 from loraplex.server.sources.receiver import UploadReceiver
@@ -64,8 +64,11 @@ T = TypeVar("T")
 STATUS_HEADER = "X-Loraplex-Load-Status"
 """vLLM's route answers in plain words; this header says whether it was loaded, reloaded or loaded_with_eviction."""
 
-MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 96, 64
+MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 96, 32
 """At a time. They read files, and may hang with a file system; all other verbs have places of their own."""
+
+NUM_LIST_THREADS = 2
+"""For lists of sources: each goes over a directory in Python. They are apart from others: a directory may hang."""
 
 MAX_VERBS, MAX_VERBS_OF_A_CLIENT = 32, 24
 assert MAX_LOADS + MAX_LOADS_BY_NEED + MAX_VERBS <= NUM_VERB_THREADS
@@ -93,6 +96,7 @@ class AdapterRoutes:
         self._tensors = TensorRoute(context, self._names, self._loads, receiver)
         self._upload = UploadRoute(context, self._names, self._loads, receiver)
         self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
+        self._source_lists = OffLoop(NUM_LIST_THREADS)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["adapters"], route_class=StrictRoute)
@@ -257,8 +261,7 @@ class AdapterRoutes:
             )
             return encode_list(cards, query.model_copy(update={"limit": limit}))
 
-        async with self._loads.of(client_of(request)):  # a directory or a store may hang
-            body = await asyncio.get_running_loop().run_in_executor(self._path_checks, listed)
+        body = await self._source_lists.run(client_of(request), listed, 0)
         return Response(body, media_type="application/json")
 
     @requires(Access.READ)

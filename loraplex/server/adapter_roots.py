@@ -15,8 +15,11 @@ from typing import Self
 from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter
 from loraplex.adapters.remote.object_store import ObjectAdapter
-from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, shortened, shown
+from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, AdapterPathNotFoundError, shortened, shown
 from loraplex.server.config import ServerConfig, local_roots
+
+MAX_PARTS = 64
+"""Of a path that a client sends: to resolve each one takes a call of the system, in Python."""
 
 _log = logging.getLogger("loraplex.server")
 
@@ -41,6 +44,9 @@ class AdapterRoots:
         """Raises AdapterPathForbiddenError, and AdapterPathNotFoundError for a hub id that cannot be; both name the
         field that the path came in. Touches the disk: call it in a thread."""
         try:
+            if path.count("/") > MAX_PARTS:
+                text = f"adapter {shown(path)} has {path.count('/')} slashes, and a path may have {MAX_PARTS}"
+                raise AdapterPathNotFoundError(f"{text}: load it by a shorter one")
             stored = ObjectAdapter.parse(path)
             if stored is not None:
                 self._check_stored(path, stored)

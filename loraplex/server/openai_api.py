@@ -140,7 +140,7 @@ class OpenAIRoutes:
         self._check_num_sequences(num_prompts, body.n)
         adapters = await self._adapters_of(request, body, num_prompts, source)
         client = client_of(request)
-        hide_targets(request, context.names, adapters)
+        hide_targets(request, context.names, dict.fromkeys(adapters))
         async with context.targets(adapters, client) as targets:
             params = await _sampling_params(body, targets)
             for each in params.values():
@@ -250,7 +250,9 @@ class OpenAIRoutes:
         if len(body.lora_path) != num_prompts:
             raise ApiError(f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts", param="lora_path")
         model = body.model or names.served[0]
-        return [await names.resolve(request, model, path, body.mix, source) for path in body.lora_path]
+        asked = dict.fromkeys(body.lora_path)  # each once, however many prompts are for it
+        found = {path: await names.resolve(request, model, path, body.mix, source) for path in asked}
+        return [found[path] for path in body.lora_path]
 
     def _generation(
         self,

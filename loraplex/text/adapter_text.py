@@ -67,6 +67,10 @@ MAX_BASE_SIZES = 4
 
 MAX_NAMES = 256
 MAX_DOCUMENT_BYTES = 2**20
+NUM_PARSING = 2
+"""Threads that read tokenizer files at a time, value by value: each of many would hold the interpreter's lock from the
+event loop."""
+
 MAX_BUILT, MAX_KNOWN_FILES = 256, 64
 FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -89,6 +93,7 @@ class AdapterTexts:
         self._known: OrderedDict[bytes, Declared] = OrderedDict()
         self._built: OrderedDict[str, RequestText] = OrderedDict()
         self._lock = threading.Lock()
+        self._parsing = threading.BoundedSemaphore(NUM_PARSING)
 
     def close(self) -> None:
         """End the processes of chat templates."""
@@ -118,7 +123,7 @@ class AdapterTexts:
         if not document:
             return None
         text = AdapterText.of(document)
-        if len(text.to_json()) > MAX_DOCUMENT_BYTES:
+        if len(text.json) > MAX_DOCUMENT_BYTES:
             reason = f"its own tokens, templates and defaults are more than {MAX_DOCUMENT_BYTES} bytes of JSON"
             raise AdapterValidationError.from_reasons(folder.adapter, [reason])
         built = self.of(text)
@@ -143,7 +148,8 @@ class AdapterTexts:
         config: dict[str, Json] = {}
         if not all(is_copy.values()):
             config = json_object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
-            document |= self._own_tokens(files, is_copy, config)
+            with self._parsing:
+                document |= self._own_tokens(files, is_copy, config)
         templates = _templates(template, config)
         if templates and templates != base.chat_templates:
             self._templates.check(templates)
@@ -289,7 +295,8 @@ class AdapterTexts:
             if built is not None:
                 self._built.move_to_end(text.digest)
                 return built
-        built = self._build(text)
+        with self._parsing:
+            built = self._build(text)
         with self._lock:
             built = self._built.setdefault(text.digest, built)
             if len(self._built) > MAX_BUILT:

@@ -491,6 +491,15 @@ async def test_usage_as_csv_and_in_pages(server: Tenancy) -> None:
                 break
             after = {"after": page["next"]}
         assert len(found) == len(set(found)) == 4
+        rows, after = [], {}
+        while True:
+            text = await client.get("/v1/usage", params={"format": "csv", "limit": 1, **after})
+            assert text.status_code == 200
+            rows += list(csv.DictReader(io.StringIO(text.text)))
+            if "x-next" not in text.headers:
+                break
+            after = {"after": text.headers["x-next"]}
+        assert sorted(row["adapter"] for row in rows) == sorted(found)
         for query in ({"after": "x"}, {"first_day": "yesterday"}, {"limit": 0}, {"color": "red"}):
             assert (await client.get("/v1/usage", params=query)).status_code == 400  # type: ignore[arg-type]
 

@@ -6,13 +6,16 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
 
+from loraplex.adapters.sources.named import NamedSource
 from loraplex.config import EngineConfig
+from loraplex.errors import AdapterPathNotFoundError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS, AsyncEngine
 from loraplex.memory.weights.loading import LoaderThreads, ReadSlots
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
@@ -168,3 +171,32 @@ def test_reads_wait_for_a_place(hang: threading.Event) -> None:
         assert not began.wait(0.05)
     assert began.wait(60)
     thread.join()
+
+
+async def test_lists_of_a_source_have_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 lists at once went over a directory in as many threads, and the event loop waited for all of them."""
+    running, most, lists = [0], [0], NamedSource.names
+
+    def counted(source: NamedSource, *values: Any) -> list[str]:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        threading.Event().wait(0.02)
+        found = lists(source, *values)
+        running[0] -= 1
+        return found
+
+    monkeypatch.setattr(NamedSource, "names", counted)
+    config = ServerConfig(adapter_sources=(f"dir={tmp_path}",))
+    app = create_app(FakeAsyncEngine(), config)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answers = await asyncio.gather(*(client.get("/v1/adapters?source=dir") for _ in range(12)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert most[0] <= adapter_api.NUM_LIST_THREADS
+
+
+async def test_a_path_of_many_parts_is_refused_unresolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 paths of 4,000 characters at once were a stall of 0.4 s."""
+    monkeypatch.setattr(Path, "resolve", lambda path, **options: pytest.fail("a call of the system for each part"))
+    roots = AdapterRoots(("/srv",), (Path("/srv"),))
+    with pytest.raises(AdapterPathNotFoundError, match=r"has 65 slashes, and a path may have 64"):
+        roots.check("/x" * 65)

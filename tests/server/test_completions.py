@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from loraplex.server import ServerConfig, create_app
+from loraplex.server.model_names import ModelNames
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer
 from tests.server.conftest import client_of
 from tests.server.sse import events, text_of
@@ -243,3 +244,20 @@ async def test_prompts_that_many_choices_give_back_are_bounded(client: httpx.Asy
     body = {"model": "base", "prompt": ["x" * 300] * 8, "max_tokens": 1, "n": 128, field: True}
     reply = await client.post("/v1/completions", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+async def test_names_of_prompts_are_looked_up_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 prompts for one mix were 1,024 looks at its names: half a second in the event loop."""
+    asked: list[str | None] = []
+    resolve = ModelNames.resolve
+
+    async def counted(names: ModelNames, request: Any, model: str | None, path: str | None, *values: Any) -> Any:
+        asked.append(path)
+        return await resolve(names, request, model, path, *values)
+
+    monkeypatch.setattr(ModelNames, "resolve", counted)
+    app = create_app(FakeAsyncEngine({"sql": "/sql", "chat": "/chat"}), ServerConfig())
+    body = {"model": "base", "prompt": ["a"] * 9, "lora_path": ["sql", None, "chat"] * 3, "max_tokens": 1}
+    async with client_of(app) as client:
+        assert len((await client.post("/v1/completions", json=body)).json()["choices"]) == 9
+    assert asked == ["sql", None, "chat"]

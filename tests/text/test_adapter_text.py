@@ -30,7 +30,7 @@ from loraplex.errors import (
 )
 from loraplex.processes import bounded
 from loraplex.text import adapter_text, template_process
-from loraplex.text.adapter_text import MAX_ADDED_TOKENS, AdapterTexts
+from loraplex.text.adapter_text import MAX_ADDED_TOKENS, NUM_PARSING, AdapterTexts
 from loraplex.text.processor import InputProcessor, ModelLimits
 from loraplex.text.request_text import RequestText
 from loraplex.text.template_process import TemplateProcesses
@@ -83,7 +83,7 @@ class Place:
     def side(self, vocab_size: int | None = None) -> RequestText:
         text = self.read(vocab_size)
         assert text is not None
-        return self.texts.of(AdapterText.of(json.loads(text.to_json())))
+        return self.texts.of(AdapterText.of(text.document))
 
 
 @pytest.fixture
@@ -679,3 +679,26 @@ def test_no_content_does_more_than_being_refused(tmp_path: Path, seed: int) -> N
         side.tokenizer.decode(side.tokenizer.encode(WORDS), skip_special_tokens=False)
         assert place.base.encode(WORDS) == before
     assert num_read
+
+
+def test_few_threads_read_tokenizer_files_at_a_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 loads at once each took the interpreter's lock from the server's event loop, which stood for a second."""
+    place.add("<|new|>")
+    running, most, own_tokens = [0], [0], place.texts._own_tokens
+
+    def counted(*values: Any) -> Any:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        gate.wait(0.05)
+        found = own_tokens(*values)
+        running[0] -= 1
+        return found
+
+    gate = threading.Event()
+    monkeypatch.setattr(place.texts, "_own_tokens", counted)
+    threads = [threading.Thread(target=place.read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [NUM_PARSING]

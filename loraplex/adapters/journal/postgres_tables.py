@@ -288,7 +288,7 @@ def write_turn(connection: sa.Connection, changes: Sequence[NameChange], sequenc
 def _write_texts(connection: sa.Connection, records: Iterable[NameRecord], earlier: Sequence[int]) -> None:
     versions = [version for record in records for version in record.versions]
     texts = [
-        {"adapter_id": each.adapter_id, "digest": each.text.digest, "document": each.text.to_json().decode()}
+        {"adapter_id": each.adapter_id, "digest": each.text.digest, "document": each.text.json.decode()}
         for each in versions
         if each.text is not None
     ]

@@ -101,7 +101,7 @@ class SavedTexts:
             made.unlink()
         descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         with open(descriptor, "wb") as file:
-            file.write(json.dumps({"digest": text.digest, "document": text.document}).encode())
+            file.write(b'{"digest": "%s", "document": %s}' % (text.digest.encode(), text.json))
             file.flush()
             os.fsync(file.fileno())
         made.rename(path)

@@ -16,20 +16,42 @@ Answer = int | str
 """What a name answers with: a version of its own, by number, or what answers for the name it was switched to."""
 
 
-@dataclass(frozen=True, slots=True)
+_PARTS = {
+    "tokenizer": ("added_tokens", "special_tokens"),
+    "chat_template": ("chat_templates",),
+    "generation_config": ("generation_config",),
+    "invocation_tokens": ("invocation_tokens",),
+}
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class AdapterText:
     """What the directory of a version says about the text of its requests, as JSON (text/adapter_text.py reads it).
 
-    The tokens that activate an aLoRA are in it, too. It stays with the version: files that change, or go, change
-    nothing of what is loaded.
+    It stays with the version: files that change, or go, change nothing of what is loaded. brings: what of its own the
+    version has: `tokenizer`, `chat_template`, `generation_config`, `invocation_tokens`. rope_factor: what it stretches
+    the base's positions by, and max_model_len: the longest prompt plus output in tokens then; None where it has the
+    base's positions. invocation_tokens: of an aLoRA.
     """
 
-    document: Mapping[str, Any] = field(compare=False)
+    json: bytes = field(compare=False)
     digest: str
+    brings: tuple[str, ...] = field(compare=False)
+    rope_factor: float | None = field(compare=False)
+    max_model_len: int | None = field(compare=False)
+    invocation_tokens: tuple[int, ...] = field(compare=False)
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        return cls(document, hashlib.sha256(cls(document, "").to_json()).hexdigest())
+        text = json.dumps(document, sort_keys=True).encode()
+        return cls(
+            text,
+            hashlib.sha256(text).hexdigest(),
+            tuple(part for part, names in _PARTS.items() if document.keys() & set(names)),
+            document.get("rope_factor"),
+            document.get("max_model_len"),
+            tuple(document.get("invocation_tokens", ())),
+        )
 
     @classmethod
     def activated(cls, text: AdapterText | None, invocation_tokens: Sequence[int]) -> Self:
@@ -37,29 +59,11 @@ class AdapterText:
         document = {} if text is None else text.document
         return cls.of({**document, "invocation_tokens": list(invocation_tokens)})
 
-    def to_json(self) -> bytes:
-        return json.dumps(self.document, sort_keys=True).encode()
-
     @property
-    def brings(self) -> tuple[str, ...]:
-        """What of its own the version has: `tokenizer`, `chat_template`, `generation_config`, `invocation_tokens`."""
-        parts = {
-            "tokenizer": ("added_tokens", "special_tokens"),
-            "chat_template": ("chat_templates",),
-            "generation_config": ("generation_config",),
-            "invocation_tokens": ("invocation_tokens",),
-        }
-        return tuple(part for part, names in parts.items() if self.document.keys() & set(names))
-
-    @property
-    def rope_factor(self) -> float | None:
-        """What the version stretches the base's positions by; None where it has the base's."""
-        return self.document.get("rope_factor")
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The longest prompt plus output in tokens of a version with a longer context, else None."""
-        return self.document.get("max_model_len")
+    def document(self) -> dict[str, Any]:
+        """Parsed at each call: a version keeps its text as long as it is registered, and is rarely asked for it."""
+        found: dict[str, Any] = json.loads(self.json)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class LoRARef:
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
         """Of an aLoRA, which acts from their last occurrence in a prompt on; (): on all rows."""
-        return () if self.text is None else tuple(self.text.document.get("invocation_tokens", ()))
+        return () if self.text is None else self.text.invocation_tokens
 
 
 @dataclass(frozen=True, slots=True)

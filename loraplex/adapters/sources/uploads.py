@@ -171,8 +171,8 @@ class Upload:
             if self._is_over:
                 raise RequestAbortedError("the upload was given up by its client")
             try:
+                self._check_disk(len(data))
                 if name not in self._files:
-                    self._check_disk()
                     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                     self._files[name] = os.open(self.folder / name, flags, FILE_MODE)
                     self._hashes[name] = hashlib.sha256()
@@ -240,8 +240,8 @@ class Upload:
             finally:
                 os.close(descriptor)
 
-    def _check_disk(self) -> None:
-        free = shutil.disk_usage(self.folder).free
+    def _check_disk(self, num_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free - num_bytes
         if free < SPARE_DISK_BYTES:
             text = f"{free} bytes are free, of which {SPARE_DISK_BYTES} stay free"
             raise AdapterMemoryError(f"the disk of the folder of uploads is too full: {text}; make room on it")

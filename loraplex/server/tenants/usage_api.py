@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
+from urllib.parse import quote, unquote
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -119,7 +120,7 @@ def _place(after: str | None) -> tuple[str, ...]:
     """Raises ApiError."""
     if after is None:
         return ()
-    parts = tuple(after.split("|", 2))
+    parts = tuple(unquote(after).split("|", 2))  # a header has no other letters than ASCII's
     if len(parts) != 3:
         raise ApiError("after is not the `next` of a page of this route", param="after")
     return parts
@@ -128,7 +129,7 @@ def _place(after: str | None) -> tuple[str, ...]:
 def _answer(rows: list[dict[str, Any]], query: UsageFields, caller: Caller) -> Response:
     is_more, rows = len(rows) > query.limit, rows[: query.limit]
     last = rows[-1] if is_more else None
-    place = None if last is None else f"{last['day']}|{last['key_id']}|{last['adapter']}"
+    place = None if last is None else quote(f"{last['day']}|{last['key_id']}|{last['adapter']}", safe="|/")
     for row in rows:
         row["key"], row["adapter"] = row.pop("key_id"), caller.scope.shown(row["adapter"])
     if query.format == "csv":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from loraplex.adapter_store import AddOutcome
 from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
-from loraplex.adapters.sources.uploads import Upload, UploadLimits, UploadStore
+from loraplex.adapters.sources import uploads
+from loraplex.adapters.sources.uploads import SPARE_DISK_BYTES, Upload, UploadLimits, UploadStore
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterMemoryError, AdapterTooLargeError
 from tests.adapters.fake_store import FakeStore
@@ -170,3 +172,15 @@ def test_a_clone_keeps_the_files_of_an_upload_that_is_unloaded_meanwhile(tmp_pat
 
 def no_adapter(path: str) -> OpenedAdapter:
     raise AssertionError(f"{path} was opened")
+
+
+def test_a_disk_that_fills_up_while_an_upload_comes_keeps_its_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [SPARE_DISK_BYTES + 10]
+    monkeypatch.setattr(uploads.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    upload = sent(store_at(tmp_path), b"weights")
+    free[0] -= 7
+    with pytest.raises(AdapterMemoryError, match="too full"):
+        upload.write(NAME, b"more")
+    upload.write(NAME, b"mor")
