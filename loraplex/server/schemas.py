@@ -220,7 +220,7 @@ class SamplingFields(RequestModel):
     merged_adapters: MergedAdapters | None = None
     response_format: Annotated[FreeObject, documented(properties={"type": {"enum": RESPONSE_FORMATS}})] | None = None
     structured_outputs: FreeObject | None = None
-    guided_json: FreeJson | None = None
+    guided_json: Annotated[FreeJson, documented(type=["object", "string"])] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
     guided_grammar: str | None = None
