@@ -29,6 +29,19 @@ def test_bench_serving_of_sglang(
     assert result["total_output_tokens"] == result["total_output_tokens_retokenized"] > 6
 
 
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_bench_serve_of_vllm(served: Served, run: Callable[..., str], model: str, tmp_path: Path, backend: str) -> None:
+    """Each request goes to one of the adapters."""
+    route = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
+    words = ["--backend", backend, "--base-url", served.url, "--endpoint", route, "--model", "demo"]
+    words += ["--tokenizer", model, "--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "8"]
+    words += ["--num-prompts", "6", "--ignore-eos", "--lora-modules", *ADAPTERS, "--disable-tqdm"]
+    words += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "out.json"]
+    run("vllm", "python", str(SCRIPTS / "vllm_bench.py"), *words)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (6, 0, 48)
+
+
 def test_locust(served: Served, run: Callable[..., str]) -> None:
     """Three kinds of users; a wrong answer is a failure of theirs."""
     words = ["-f", str(SCRIPTS / "locustfile.py"), "--headless", "--users", "6", "--spawn-rate", "6", "--json"]

@@ -57,9 +57,10 @@ def serving(keys: str, port: int, folder: Path) -> Iterator[Target]:
     adapters = [f"{task.name}={adapter_path(task.name)}" for task in TASKS]
     command = [sys.executable, "-m", "loraplex", "serve", str(assets_path() / "base"), "--served-model-name", "demo"]
     command += ["--port", str(port), "--num-threads", "1", "--no-standby-engine", "--max-request-s", "20"]
-    command += ["--state-dir", str(folder / "state"), "--adapter-output-dir", str(folder / "made")]
+    command += ["--adapter-output-dir", str(folder / "made")]
     command += ["--adapter-root", str(assets_path()), "--lora-modules", *adapters]
-    command += [] if keys == "none" else ["--admin-api-key", ADMIN_KEY]
+    if keys != "none":  # without a key of its own it would be shut by the first tenant that a request makes
+        command += ["--state-dir", str(folder / "state"), "--admin-api-key", ADMIN_KEY]
     log = folder / "log"
     with log.open("wb") as errors:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -136,7 +137,10 @@ def fuzz(options: argparse.Namespace, folder: Path) -> int:
     with serving(options.keys, options.port, folder) as target:
         command = [options.program, "--config-file", str(CONFIG), "run", f"{target.url}/openapi.json"]
         command += ["--seed", str(options.seed), "--max-time", str(options.seconds), *options.words]
-        command += [] if target.key is None else ["--header", f"Authorization: Bearer {target.key}"]
+        command += [
+            "--header",
+            f"Authorization: Bearer {target.key}" if target.key else "X-Requested-With: schemathesis",
+        ]
         with Watch(target) as watch:
             run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(CONFIG.parent)}, check=False)
         log = target.log.read_text(errors="replace")

@@ -23,6 +23,8 @@ REASONS = re.compile(
             r"was expected|sha256|digest|not safetensors|comes before",  # of the body
             r"of no use|is needed|ids and \d+ weights",  # one field says what another must be
             r"schema|regex|grammar|json",  # forms
+            r"numbers are the operator's",  # of this key
+            r"other side of the conversation|at most \d+",
         )
     )
 )

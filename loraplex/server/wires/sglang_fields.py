@@ -16,6 +16,7 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import BodyLimits, RequestModel, SmallObject, has
 from loraplex.server.schemas import (
     COMPLETION_LIMITS,
+    ID_PATTERN,
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
@@ -220,6 +221,7 @@ class SGLangGenerateRequest(RequestModel):
         "watermark": (),
     }
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        {"properties": {"rid": {"pattern": ID_PATTERN}}},
         {"oneOf": [has(text={"type": ["string", "array"]}), has(input_ids={"type": "array"})]},
     )
 
