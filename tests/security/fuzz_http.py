@@ -96,10 +96,11 @@ class Watch:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=each) for each in (self._ask, self._look)]
+        self._threads = [threading.Thread(target=each) for each in (self._ask, self._look, self._sleep)]
         self.seconds: list[float] = []
         self.num_failed = 0
         self.resident: list[float] = []
+        self.latest_s = 0.0
 
     def __enter__(self) -> Watch:
         for thread in self._threads:
@@ -128,6 +129,13 @@ class Watch:
             self.seconds.append(time.perf_counter() - begun)
         connection.close()
 
+    def _sleep(self) -> None:
+        """How late a thread wakes that does nothing: what the machine itself adds to an answer."""
+        while not self._is_over.is_set():
+            begun = time.perf_counter()
+            time.sleep(0.01)
+            self.latest_s = max(self.latest_s, time.perf_counter() - begun - 0.01)
+
     def _look(self) -> None:
         while not self._is_over.wait(1):
             self.resident.append(self._target.resident_mib())
@@ -152,7 +160,8 @@ def fuzz(options: argparse.Namespace, folder: Path) -> int:
     print(
         f"keys {options.keys}: schemathesis ended with {run.returncode}; {len(errors)} answers 500; "
         f"{len(watch.seconds)} answers of /health, {watch.num_failed} failed, "
-        f"longest {watch.seconds[-1] * 1000:.0f} ms, {slow} beyond {STALL_S * 1000:.0f} ms; "
+        f"longest {watch.seconds[-1] * 1000:.0f} ms, {slow} beyond {STALL_S * 1000:.0f} ms "
+        f"(an idle thread woke {watch.latest_s * 1000:.0f} ms late); "
         f"memory {begin[0]:.0f} MiB after a third, {growth:.0f} MiB more at most"
     )
     print(*errors[:20], sep="\n")

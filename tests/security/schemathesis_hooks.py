@@ -13,6 +13,7 @@ REASONS = re.compile(
         (
             r"valid integer|9223372036854775807",  # 1.0 is none here, and is one in JSON Schema
             r"may load|no_adapter_output_dir|--adapter-root",  # places of this server
+            r"keeps no tenants|where there are tenants",
             r"vocabulary|tokens|context|prompt",  # of this model
             r"chat template",
             r"any longer|of a page",  # where a list goes on
@@ -20,11 +21,11 @@ REASONS = re.compile(
             r"(adapter|tenant) .*name|a name has|named? ",
             r"adapters? twice|one adapter|mix",
             r"needs? |exclude|send one|leave it out|not both",  # fields that say more than a schema of theirs
-            r"was expected|sha256|digest|not safetensors|comes before",  # of the body
+            r"was expected|sha256|digest|not safetensors|is truncated|comes before",  # of the body
             r"of no use|is needed|ids and \d+ weights",  # one field says what another must be
             r"schema|regex|grammar|json",  # forms
             r"numbers are the operator's",  # of this key
-            r"other side of the conversation|at most \d+",
+            r"other side of the conversation|at most \d+|not available in a stream|^input: List should have at least 1",
         )
     )
 )

@@ -51,7 +51,7 @@ def _text(rng: random.Random) -> dict[str, Any]:
     if kind == 0:
         return {"type": "string", "pattern": rng.choice(PATTERNS)}
     if kind == 1:
-        return {"type": "string", "format": rng.choice(FORMATS)}
+        return {"type": "string", "format": rng.choice(FORMATS), "maxLength": 40}
     low = rng.randint(0, 3)
     return {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 6)}
 
