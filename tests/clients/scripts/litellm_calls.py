@@ -23,15 +23,15 @@ for model, answer in ANSWERS.items():
         assert whole.usage.completion_tokens > 0
         chunks = litellm.completion(**at(provider, model, messages=USER, temperature=0, max_tokens=64, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
-    # in Anthropic's form litellm leaves `additionalProperties` out of schemas: a model that writes at random goes on
     for provider in ("openai", "hosted_vllm"):
         formed = litellm.completion(**at(provider, model, messages=USER, response_format=Answer))
         Answer.model_validate_json(formed.choices[0].message.content)
-        tools = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
-        called = litellm.completion(**at(provider, model, messages=USER, **tools)).choices[0]
-        assert called.finish_reason == "tool_calls"
-        [call] = called.message.tool_calls
-        Answer.model_validate_json(call.function.arguments)
+    # to its other providers litellm sends the schemas without `additionalProperties`
+    tools = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
+    called = litellm.completion(**at("openai", model, messages=USER, **tools)).choices[0]
+    assert called.finish_reason == "tool_calls"
+    [call] = called.message.tool_calls
+    Answer.model_validate_json(call.function.arguments)
     text = litellm.text_completion(**at("text-completion-openai", model, prompt=f"{PHRASE}=", temperature=0))
     assert text.choices[0].text == answer
     said = litellm.responses(**at("openai", model, input=PHRASE, temperature=0))
