@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import itertools
 import json
@@ -20,6 +21,7 @@ from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
+import jsonschema
 import openai
 import psutil
 import pytest
@@ -28,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 import loraplex
 from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
 from tests.frontend.processes import MAX_MODEL_LEN, stretched_base
+from tests.structured.schemas import schema_of
 
 PATIENCE_S = 120.0
 REPOSITORY = Path(__file__).parents[1]
@@ -553,3 +556,44 @@ def test_tools_that_must_be_called_parse(sdk: openai.OpenAI) -> None:
     assert [call.function.name for call in calls if call.function and call.function.name] == ["add"]
     Answer.model_validate_json("".join(call.function.arguments or "" for call in calls if call.function))
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_calls_of_many_schemas_parse_streamed_and_whole_alike(sdk: openai.OpenAI) -> None:
+    """Of the base and adapters at once; one of two functions, or the one that is named."""
+
+    def functions(number: int) -> list[Any]:
+        schemas = {"first": schema_of(2 * number), "second": schema_of(2 * number + 1)}
+        return [
+            {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()
+        ]
+
+    def ask(number: int, is_streamed: bool) -> list[tuple[str, str]]:
+        named = {"type": "function", "function": {"name": "second"}}
+        wanted: Any = {
+            "model": MODELS[number % len(MODELS)],
+            "messages": user("banana bread"),
+            "tools": functions(number),
+            "tool_choice": named if number % 2 else "required",
+            "parallel_tool_calls": False,
+            "seed": number,
+            "max_tokens": 3000,
+        }
+        if not is_streamed:
+            calls = sdk.chat.completions.create(**wanted).choices[0].message.tool_calls
+            return [(call.function.name, call.function.arguments) for call in calls]
+        names, texts = [], []
+        for chunk in sdk.chat.completions.create(**wanted, stream=True):
+            for delta in chunk.choices[0].delta.tool_calls or ():
+                names += [delta.function.name] if delta.function.name else []
+                texts.append(delta.function.arguments or "")
+        return [(name, "".join(texts)) for name in names]
+
+    numbers = range(3 * len(MODELS))
+    with ThreadPoolExecutor(16) as pool:
+        whole = list(pool.map(functools.partial(ask, is_streamed=False), numbers))
+        streamed = list(pool.map(functools.partial(ask, is_streamed=True), numbers))
+    assert whole == streamed
+    for number, calls in zip(numbers, whole, strict=True):
+        [(name, text)] = calls
+        schema = schema_of(2 * number + (name == "second"))
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())

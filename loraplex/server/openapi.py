@@ -95,6 +95,8 @@ class DescribedApi(FastAPI):
             for path, operations in schema["paths"].items():
                 has_key = self.open_paths is not None and path not in self.open_paths
                 for each in operations.values():
+                    for parameter in each.get("parameters", ()):
+                        parameter["schema"] = _without_null(parameter["schema"])
                     if has_key:
                         each["security"] = [{name: []} for name in _SCHEMES]  # Swagger UI then asks for it
                     each["responses"].pop("422", None)  # FastAPI's own guess: errors of a query are 400 here
@@ -117,6 +119,12 @@ def _errors(statuses: Collection[int], schema: Schema = _ERROR) -> Schema:
     }
 
 
+def _without_null(schema: Schema) -> Schema:
+    """Of a parameter, which a query or a header has or lacks: no text of theirs is null."""
+    others = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    return schema if len(others) != 1 else {**others[0], "title": schema["title"]}
+
+
 def _schema_of(reply: Any) -> Schema:
     return _inlined(msgspec.json.schema(reply))
 
@@ -132,6 +140,10 @@ def _inlined(schema: Schema) -> Schema:
             return node
         if "$ref" in node:
             return resolve(definitions[node["$ref"].rpartition("/")[2]])
+        if "prefixItems" in node:  # of which programs that read OpenAPI know little
+            kinds = node["prefixItems"]
+            node = {**node, "items": {"anyOf": kinds}}
+            del node["prefixItems"]
         return {key: resolve(value) for key, value in node.items()}
 
     resolved: Schema = resolve(schema)

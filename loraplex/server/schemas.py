@@ -42,7 +42,7 @@ from loraplex.text.tools.wanted import WantedTools
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-MAX_ID_CHARS = 128
+ID_PATTERN = r"^[A-Za-z0-9._:\-]{1,128}$"
 MAX_SALT_CHARS = 1024
 MAX_TIMEOUT_S = 7 * 86400
 MAX_PROMPTS = 2**14
@@ -209,7 +209,7 @@ class SamplingFields(RequestModel):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    request_id: Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}$")] | None = None
+    request_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     metadata: SmallObject | None = None
@@ -220,7 +220,7 @@ class SamplingFields(RequestModel):
     merged_adapters: MergedAdapters | None = None
     response_format: Annotated[FreeObject, documented(properties={"type": {"enum": RESPONSE_FORMATS}})] | None = None
     structured_outputs: FreeObject | None = None
-    guided_json: FreeJson | None = None
+    guided_json: Annotated[FreeJson, documented(type=["object", "string"])] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
     guided_grammar: str | None = None

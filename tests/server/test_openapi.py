@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from loraplex.server import ServerConfig, create_app
@@ -136,3 +137,52 @@ async def test_values_that_ask_for_nothing_are_in_the_schema(
 async def test_no_reference_leads_out_of_a_body(schema: dict[str, Any]) -> None:
     for _, _, operation in operations(schema):
         assert "$ref" not in str(operation.get("requestBody"))
+
+
+async def test_no_parameter_may_be_null(schema: dict[str, Any]) -> None:
+    """A query has a text or none: what reads the schema would send the word."""
+    for method, path, operation in operations(schema):
+        for parameter in operation.get("parameters", ()):
+            assert {"type": "null"} not in parameter["schema"].get("anyOf", ()), (method, path, parameter)
+            assert parameter["schema"]["title"]
+
+
+async def test_answers_have_no_keyword_that_readers_of_openapi_lack(schema: dict[str, Any]) -> None:
+    assert "prefixItems" not in str(schema)
+    answer = schema["paths"]["/generate"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    scored = answer["anyOf"][0]["properties"]["meta_info"]["properties"]["input_token_logprobs"]["items"]
+    body = {"text": "hi", "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 1}}
+    app = create_app(FakeAsyncEngine(), ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        said = (await client.post("/generate", json=body)).json()
+    for each in said["meta_info"]["input_token_logprobs"]:
+        jsonschema.validate(each, scored)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_valid"),
+    [
+        ("/v1/keys", {}, False),
+        ("/v1/keys", {"tenant": "acme"}, True),
+        ("/v1/keys", {"tenant": "acme", "role": "read-only"}, True),
+        ("/v1/keys", {"role": "read-only"}, True),
+        ("/v1/keys", {"role": "admin"}, True),
+        ("/v1/keys", {"role": "admin", "tenant": "acme"}, False),
+        ("/generate", {"text": "hi"}, True),
+        ("/generate", {"text": "hi", "rid": "a b"}, False),
+        ("/generate", {"text": "hi", "input_ids": [1]}, False),
+        ("/v1/completions", {"model": "base", "prompt": "hi", "guided_json": {}}, True),
+        ("/v1/completions", {"model": "base", "prompt": "hi", "guided_json": 7}, False),
+        ("/v1/responses", {"model": "base", "input": [{"role": "user", "content": []}]}, False),
+    ],
+)
+async def test_rules_are_in_the_schema(
+    schema: dict[str, Any], client: httpx.AsyncClient, path: str, body: dict[str, Any], is_valid: bool
+) -> None:
+    """What is refused by the server for a combination of fields does not fit the schema either."""
+    described = body_of(schema, path)
+    forms = described.get("anyOf", [described])
+    kind = next((form for form in forms if path != "/generate" or "text" in form["properties"]), described)
+    assert jsonschema.Draft202012Validator(kind).is_valid(body) == is_valid
+    if path != "/v1/keys":  # which need a state directory
+        assert ((await client.post(path, json=body)).status_code == 200) == is_valid

@@ -1,5 +1,6 @@
-"""Schemas of the kinds of JSONSchemaBench, by number: nested objects, enums, bounded arrays, ranges, patterns, formats,
-anyOf, references. Every text is bounded, so that a model which writes at random ends."""
+"""Schemas of the kinds of JSONSchemaBench, by number: nested objects, enums, bounded arrays, tuples, ranges, patterns,
+formats, anyOf, oneOf told apart by a constant, allOf, references, recursion. Every text is bounded, so that a model
+which writes at random ends."""
 
 from __future__ import annotations
 
@@ -19,6 +20,12 @@ def schema_of(number: int) -> dict[str, Any]:
     if number % 3 == 0:
         root["properties"]["at"] = {"$ref": "#/$defs/point"}
         root["required"].append("at")
+    if number % 10 == 5:
+        following = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
+        node = {"type": "object", "properties": {"value": _integer(rng), "next": following}}
+        root["$defs"]["node"] = {**node, "required": ["value", "next"], "additionalProperties": False}
+        root["properties"]["chain"] = {"$ref": "#/$defs/node"}
+        root["required"].append("chain")
     return root
 
 
@@ -44,7 +51,7 @@ def _text(rng: random.Random) -> dict[str, Any]:
     if kind == 0:
         return {"type": "string", "pattern": rng.choice(PATTERNS)}
     if kind == 1:
-        return {"type": "string", "format": rng.choice(FORMATS)}
+        return {"type": "string", "format": rng.choice(FORMATS), "maxLength": 40}
     low = rng.randint(0, 3)
     return {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 6)}
 
@@ -58,12 +65,31 @@ def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     return {"type": "array", "items": _value(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 2)}
 
 
+def _pair(rng: random.Random, depth: int) -> dict[str, Any]:
+    items = [_value(rng, depth - 1), _integer(rng)]
+    return {"type": "array", "prefixItems": items, "items": False, "minItems": 2}
+
+
+def _one_of(rng: random.Random, depth: int) -> dict[str, Any]:
+    return {"oneOf": [_case(tag, _value(rng, depth - 1)) for tag in ("card", "cash")]}
+
+
+def _case(tag: str, value: dict[str, Any]) -> dict[str, Any]:
+    properties = {"kind": {"const": tag}, "value": value}
+    return {"type": "object", "properties": properties, "required": ["kind", "value"], "additionalProperties": False}
+
+
+def _all_of(rng: random.Random) -> dict[str, Any]:
+    low = rng.randint(0, 50)
+    return {"allOf": [{"type": "integer", "minimum": low}, {"exclusiveMaximum": low + rng.randint(2, 500)}]}
+
+
 def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [_value(rng, depth - 1), {"type": "null"}, _integer(rng)]}
 
 
 def _value(rng: random.Random, depth: int) -> dict[str, Any]:
-    leaves = (_integer, _number, _text, _choice)
+    leaves = (_integer, _number, _text, _choice, _all_of)
     if depth <= 0 or rng.random() < 0.5:
         return rng.choice(leaves)(rng)
-    return rng.choice((_object, _array, _any_of))(rng, depth)
+    return rng.choice((_object, _array, _pair, _any_of, _one_of))(rng, depth)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import JsonSchemaValue
 
 from loraplex.sampling_params import MAX_PRIORITY, MAX_TARGET_MS, MAX_WEIGHT, MIN_WEIGHT
 from loraplex.server.access import Access, StrictRoute, may_use, requires
@@ -16,7 +17,7 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.openapi import operation
-from loraplex.server.request_model import RequestModel
+from loraplex.server.request_model import RequestModel, any_of, has
 from loraplex.server.responses import ListReply, encode
 from loraplex.server.tenants.metering import limits_of
 from loraplex.tenants.limits import MAX_LIMIT, Limits
@@ -84,6 +85,13 @@ class CreateKeyRequest(RequestModel):
     tenant: Name | None = None
     role: Annotated[str, Field(json_schema_extra={"enum": ["admin", "operator", "tenant", "read-only"]})] = "tenant"
     label: Annotated[str, Field(max_length=MAX_LABEL_CHARS)] = ""
+
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        any_of(
+            {**has(tenant={"type": "string"}), "not": has(role={"enum": ["admin", "operator"]})},
+            {**has(role={"enum": ["admin", "operator", "read-only"]}), "not": has(tenant={"type": "string"})},
+        ),
+    )
 
 
 class ShareRequest(RequestModel):

@@ -17,10 +17,10 @@ from loraplex.server.body import check_model
 from loraplex.server.request_model import BodyLimits, FreeObject, RequestModel, any_of, has, shown, unsupported
 from loraplex.server.schemas import (
     CHAT_LIMITS,
+    ID_PATTERN,
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
-    MAX_ID_CHARS,
     MAX_MESSAGES,
     MAX_SALT_CHARS,
     MAX_TIMEOUT_S,
@@ -67,7 +67,7 @@ class PassedFields(TargetFields):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    request_id: Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}$")] | None = None
+    request_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = None
     stream: bool = False
 
 

@@ -64,7 +64,7 @@ class TextPart(RequestModel):
 
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 TextOrParts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[Parts, Field(min_length=1), Tag("<parts>")],
     Discriminator(
         lambda value: "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None,
         custom_error_type="content_type",

@@ -13,9 +13,10 @@ from loraplex.errors import InvalidRequestError, shown
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from loraplex.server.adapter_schemas import MAX_PATH_CHARS
 from loraplex.server.api_error import ApiError
-from loraplex.server.request_model import BodyLimits, RequestModel, SmallObject, any_of, has
+from loraplex.server.request_model import BodyLimits, RequestModel, SmallObject, has
 from loraplex.server.schemas import (
     COMPLETION_LIMITS,
+    ID_PATTERN,
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
@@ -220,7 +221,8 @@ class SGLangGenerateRequest(RequestModel):
         "watermark": (),
     }
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        any_of(has(text={"type": ["string", "array"]}), has(input_ids={"type": "array"})),
+        {"properties": {"rid": {"pattern": ID_PATTERN}}},
+        {"oneOf": [has(text={"type": ["string", "array"]}), has(input_ids={"type": "array"})]},
     )
 
     @model_validator(mode="after")

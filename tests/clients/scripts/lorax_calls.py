@@ -1,15 +1,14 @@
-"""lorax-client, unchanged, against a server of the demo's base model and adapters: URL and key are its arguments."""
+"""lorax-client, unchanged: whole and streamed answers, details, forms, mixes, errors."""
 
 import asyncio
-import sys
 
+from calls import ANSWERS, KEY, PHRASE, UNSEEN, URL
 from lorax import AsyncClient, Client
 from lorax.errors import NotFoundError, ValidationError
 from lorax.types import MergedAdapters
 
-url, key = sys.argv[1:]
-prompt, answer = "good morning=", "gninrom doog"
-client = Client(url, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+prompt, answer = f"{PHRASE}=", ANSWERS["reverse"]
+client = Client(URL, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
 
 found = client.generate(prompt, adapter_id="reverse", adapter_source="local", max_new_tokens=32)
 assert found.generated_text.strip() == answer, found
@@ -32,8 +31,8 @@ mix = MergedAdapters(ids=["reverse", "upper"], weights=[1.0, 0.0], density=0.0)
 assert client.generate(prompt, merged_adapters=mix, max_new_tokens=32).generated_text.strip() == answer
 
 for wanted, call in (
-    (NotFoundError, lambda: client.generate(prompt, adapter_id="nobody-loaded-it")),
-    (NotFoundError, lambda: list(client.generate_stream(prompt, adapter_id="nobody-loaded-it"))),
+    (NotFoundError, lambda: client.generate(prompt, adapter_id=UNSEEN)),
+    (NotFoundError, lambda: list(client.generate_stream(prompt, adapter_id=UNSEEN))),
     (ValidationError, lambda: client.generate(prompt, truncate=3)),
     (ValidationError, lambda: client.generate(prompt, adapter_id="reverse", adapter_source="hub")),
 ):
@@ -46,7 +45,7 @@ for wanted, call in (
 
 
 async def several() -> None:
-    asynchronous = AsyncClient(url, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+    asynchronous = AsyncClient(URL, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
     answers = await asyncio.gather(
         *(asynchronous.generate(prompt, adapter_id="reverse", max_new_tokens=32) for _ in range(8))
     )
@@ -60,4 +59,4 @@ async def several() -> None:
 
 
 asyncio.run(several())
-print("lorax-client: all calls answered")
+print("all calls answered")
