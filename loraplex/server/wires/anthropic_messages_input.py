@@ -21,7 +21,7 @@ from loraplex.server.schemas import (
     Label,
     StopText,
 )
-from loraplex.server.wires.chat_fields import PassedFields, TargetFields, chat_request, turn, unknown_kind
+from loraplex.server.wires.chat_fields import PassedFields, TargetFields, chat_request, tag_of, turn, unknown_kind
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -97,12 +97,7 @@ KINDS = ("text", "tool_use", "tool_result", "thinking")
 
 
 def _kind_of(block: Any) -> str | None:
-    if not isinstance(block, dict):
-        return None
-    kind = block.get("type")
-    if kind not in KINDS:
-        raise unknown_kind("messages", "blocks", kind, f"those of type {', '.join(KINDS)}")
-    return f"<{kind}>"
+    return tag_of(block, "messages", "blocks", KINDS)
 
 
 Blocks = Annotated[

@@ -17,6 +17,7 @@ from loraplex import __version__
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import MAX_STOP_STRINGS
 from loraplex.server.access import Access, StrictRoute, clean_error, requires
+from loraplex.server.api_error import in_words_of
 from loraplex.server.auth import caller_of
 from loraplex.server.context import GRAMMAR_BYTES, ServerContext
 from loraplex.server.off_loop import client_of
@@ -26,7 +27,6 @@ from loraplex.server.request_model import RequestModel
 from loraplex.server.responses import encode
 from loraplex.server.schemas import COMPLETION_LIMITS, CompletionRequest
 from loraplex.server.streaming import EVENT_STREAM
-from loraplex.server.wires.completion_fields import in_words_of
 from loraplex.server.wires.lorax import LoraxAnswer, LoraxReply, lorax_error
 from loraplex.server.wires.lorax_fields import LoraxGenerateRequest
 from loraplex.server.wires.sglang import GenerateReply, SGLangRenderer, SGLangWish

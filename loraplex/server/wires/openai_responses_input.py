@@ -23,7 +23,7 @@ from loraplex.server.schemas import (
     Label,
     documented,
 )
-from loraplex.server.wires.chat_fields import PassedFields, chat_request, turn, unknown_kind
+from loraplex.server.wires.chat_fields import PassedFields, chat_request, tag_of, turn, unknown_kind
 
 MAX_SAID_BACK_BYTES = 64 * 2**10
 """Of instructions, tools and the form, each: an answer and two events of a stream say them again."""
@@ -119,12 +119,7 @@ KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _kind_of(item: Any) -> str | None:
-    if not isinstance(item, dict):
-        return None
-    kind = item.get("type") or "message"
-    if kind not in KINDS:
-        raise unknown_kind("input", "items", kind, f"those of type {', '.join(KINDS)}")
-    return f"<{kind}>"
+    return tag_of(item, "input", "items", KINDS, "message")
 
 
 Items = Annotated[
