@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
 from loraplex.sampling_params import MAX_PRIORITY
@@ -88,6 +88,19 @@ def turn(role: str, content: str | list[str], **fields: Any) -> ChatMessage:
 
 def unknown_kind(field: str, what: str, kind: object, known: str) -> ApiError:
     return unsupported(field, f"{what} of type {shown(kind)} are not supported by this server: only {known} are")
+
+
+def only_kinds(field: str, what: str, kinds: Sequence[str], known: str) -> Any:
+    """A validator of an object whose `type` is one of these, where it has one. Raises ApiError for another."""
+
+    def check(cls: type, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind is not None and kind not in kinds:
+            raise unknown_kind(field, what, kind, known)
+        return data
+
+    of_class: Any = classmethod(check)
+    return model_validator(mode="before")(of_class)
 
 
 def tag_of(value: Any, field: str, what: str, kinds: Sequence[str], usual: str | None = None) -> str | None:

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from fastapi import Response
+from fastapi import Request, Response
 from msgspec import UNSET, UnsetType
 
 from loraplex.adapters.sources.named import kind_of
 from loraplex.core import AdapterMix, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from loraplex.errors import LoraplexError
+from loraplex.server.access import clean_error
 from loraplex.server.api_error import error_response
 from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Cursor, Generation
@@ -78,7 +80,8 @@ class LoraxEvent(msgspec.Struct, frozen=True):
     details: StreamDetails | None = None
 
 
-def lorax_error(error: Exception) -> Response:
+def lorax_error(error: LoraplexError, request: Request) -> Response:
+    clean_error(error, request)
     return error_response(error, body=lorax_refusal(error))
 
 
