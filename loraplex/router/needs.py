@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Sequence, Set
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,38 +36,16 @@ _SECRET = secrets.token_bytes(32)
 _NOTHING = msgspec.Raw(b"")
 
 
-class _Request(msgspec.Struct, gc=False):
-    model: msgspec.Raw = _NOTHING
-    lora_path: msgspec.Raw = _NOTHING
-    prompt: msgspec.Raw = _NOTHING
-    messages: msgspec.Raw = _NOTHING
-    input: msgspec.Raw = _NOTHING
-    inputs: msgspec.Raw = _NOTHING
-    text: msgspec.Raw = _NOTHING
-    input_ids: msgspec.Raw = _NOTHING
-    parameters: msgspec.Raw = _NOTHING
-    instructions: msgspec.Raw = _NOTHING
-    system: msgspec.Raw = _NOTHING
+def _fields(*names: str) -> msgspec.json.Decoder[Any]:
+    """Of an object's fields: their JSON."""
+    fields = [(name, msgspec.Raw, _NOTHING) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("Fields", fields, gc=False))
 
 
-class _Parameters(msgspec.Struct, gc=False):
-    """LoRAX's."""
-
-    adapter_id: msgspec.Raw = _NOTHING
-
-
-class _Verb(msgspec.Struct, gc=False):
-    name: msgspec.Raw = _NOTHING
-    lora_name: msgspec.Raw = _NOTHING
-    old: msgspec.Raw = _NOTHING
-    old_name: msgspec.Raw = _NOTHING
-    new: msgspec.Raw = _NOTHING
-    new_name: msgspec.Raw = _NOTHING
-
-
-_REQUESTS = msgspec.json.Decoder(_Request)
-_PARAMETERS = msgspec.json.Decoder(_Parameters)
-_VERBS = msgspec.json.Decoder(_Verb)
+_PROMPTS = ("messages", "prompt", "input", "inputs", "text", "input_ids")
+_REQUESTS = _fields("model", "lora_path", "parameters", "instructions", "system", *_PROMPTS)
+_PARAMETERS = _fields("adapter_id")  # LoRAX's
+_VERBS = _fields("name", "lora_name", "old", "old_name", "new", "new_name")
 _NAMES = msgspec.json.Decoder(str)
 
 
@@ -77,8 +55,7 @@ def needs_of(body: bytes, authorization: str, base_names: Set[str] = frozenset()
     fields = _decode(_REQUESTS, body)
     adapter = _name(fields.lora_path) or _adapter_id(fields.parameters) or adapter_of(_name(fields.model), base_names)
     before = bytes(fields.instructions) + bytes(fields.system)
-    prompts = (fields.messages, fields.prompt, fields.input, fields.inputs, fields.text, fields.input_ids)
-    prompt = before + next(filter(None, map(bytes, prompts)), b"")
+    prompt = before + next(filter(None, (bytes(getattr(fields, name)) for name in _PROMPTS)), b"")
     tenant = tenant_of(authorization)
     return Needs(
         adapter=adapter,

@@ -27,7 +27,7 @@ from loraplex.routing import Needs
 from loraplex.server.api_error import ApiError, clipped, error_response
 from loraplex.server.streaming import EVENT_STREAM, until_disconnect
 from loraplex.server.telemetry.tracing import current_trace
-from loraplex.server.wires.anthropic_errors import error_event
+from loraplex.server.wires.native_forms import error_event
 
 _log = logging.getLogger("loraplex.router")
 

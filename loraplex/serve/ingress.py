@@ -38,7 +38,7 @@ from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop, client_of
 from loraplex.server.request_id import USABLE, new_request_id
 from loraplex.server.streaming import EVENT_STREAM, until_disconnect
-from loraplex.server.wires.anthropic_errors import error_event
+from loraplex.server.wires.native_forms import error_event
 from loraplex.tenants.directory import TenantDirectory
 
 _log = logging.getLogger("loraplex.server")

@@ -43,11 +43,6 @@ class Access(enum.StrEnum):
     def is_verb(self) -> bool:
         return self.value.endswith(("verb", "loading"))
 
-    @property
-    def needs_admin(self) -> bool:
-        """Whether `--api-key` beside `--admin-api-key` is not enough."""
-        return self not in (Access.OPEN, Access.READ, Access.KEY)
-
 
 _OF_OPERATORS = frozenset(set(Access) - {Access.MANAGE, Access.MANAGE_VERB})
 _OF_ROLES = {

@@ -184,3 +184,16 @@ def as_api_errors() -> Iterator[None]:
         yield
     except InvalidRequestError as error:
         raise ApiError(error.message, param=error.param) from None
+
+
+@contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name fields as the client has sent them. names: what the client calls those of another wire."""
+    try:
+        yield
+    except LoraplexError as error:
+        if not (isinstance(error, ApiError) and error.code == "unknown_field"):  # that names what was sent
+            words = "|".join(name for name in names if "_" in name or name == error.param)  # others are English, too
+            error.args = (re.sub(rf"\b({words})\b", lambda found: names[found[0]], error.message),)
+            error.param = names.get(error.param or "", error.param)
+        raise

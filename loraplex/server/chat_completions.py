@@ -110,18 +110,12 @@ class ChatRenderer:
             generation.created,
             generation.model,
             choices,
-            usage or self._chunk_usage(),
+            usage or self._usage.in_chunk(self._request.usage_options),
             prompt_token_ids=list(prompt_token_ids)
             if prompt_token_ids is not None and self._request.return_token_ids
             else UNSET,
         )
         return sse(encode(chunk))
-
-    def _chunk_usage(self) -> Usage | UnsetType | None:
-        options = self._request.usage_options
-        if options.continuous_usage_stats and options.include_usage:
-            return self._usage.usage()
-        return None if options.include_usage else UNSET
 
     def _choice(self, completion: CompletionOutput, room: AnswerRoom) -> ChatChoice:
         delta = Cursor().advance(completion)

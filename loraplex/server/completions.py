@@ -57,7 +57,7 @@ class CompletionRenderer:
             if self._has_news(cursor, each):
                 cursor.has_finished = each.finish_reason is not None
                 choice = self._choice(prompt_index, output, each, AnswerRoom())
-                yield sse(encode(self._completion([choice], self._chunk_usage())))
+                yield sse(encode(self._completion([choice], self._usage.in_chunk(self._request.usage_options))))
 
     def failure(self, error: Exception) -> bytes:
         return sse(error_reply(error))
@@ -71,12 +71,6 @@ class CompletionRenderer:
     def _has_news(self, cursor: Cursor, output: CompletionOutput) -> bool:
         is_finished = output.finish_reason is not None and not cursor.has_finished
         return is_finished or (not self._request.is_echo_only and cursor.is_behind(output))
-
-    def _chunk_usage(self) -> Usage | UnsetType | None:
-        options = self._request.usage_options
-        if options.continuous_usage_stats and options.include_usage:
-            return self._usage.usage()
-        return None if options.include_usage else UNSET
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         generation = self._generation

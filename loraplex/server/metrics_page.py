@@ -7,7 +7,7 @@ vLLM's names where it has one, so that dashboards and the Kubernetes gateway's i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -261,25 +261,23 @@ class MetricsPage:
         yield self._counter("loraplex:merged_steps", text, memory.count("merged_steps"))
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+        return self._family(GaugeMetricFamily, name, text, {(): value})
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+        return self._family(CounterMetricFamily, name, text, {(): value})
 
     def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=(*LABELS, label))
-        for key, value in values.items():
-            family.add_metric((*self._labels, key), value)
-        return family
+        return self._family(GaugeMetricFamily, name, text, {(key,): value for key, value in values.items()}, label)
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
-        for key, value in values.items():
-            family.add_metric((*self._labels, key), value)
+        return self._family(CounterMetricFamily, name, text, {(key,): value for key, value in values.items()}, label)
+
+    def _family(
+        self, kind: Callable[..., Metric], name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
+    ) -> Metric:
+        family = kind(name, text, labels=(*LABELS, *labels))
+        for own, value in values.items():
+            family.add_metric((*self._labels, *own), value)
         return family
 
 

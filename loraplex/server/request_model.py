@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -171,3 +171,12 @@ FreeObject = Annotated[dict[str, Any], AfterValidator(bounded_json)]
 
 SmallObject = Annotated[FreeObject, AfterValidator(_small)]
 """A JSON object that is only carried along."""
+
+
+def one_or_list(one: str, several: str, error: str, message: str) -> Discriminator:
+    """Of a field that is a string (the tag `one`) or a list. message: of what is neither."""
+    return Discriminator(
+        lambda value: one if isinstance(value, str) else several if isinstance(value, list) else None,
+        custom_error_type=error,
+        custom_error_message=message,
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import RequestOutput
 from loraplex.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from loraplex.server.schemas import StreamOptions
 
 Card = TypeVar("Card")
 _ENCODER = msgspec.json.Encoder()
@@ -96,6 +99,12 @@ class UsageCounter:
         num_prompt, num_output, num_cached = (sum(each[i] for each in counts) for i in range(3))
         details = PromptTokensDetails(num_cached) if self._shows_cached else None
         return Usage(num_prompt, num_output, num_prompt + num_output, details)
+
+    def in_chunk(self, options: StreamOptions) -> Usage | UnsetType | None:
+        """Of a chunk before the last one."""
+        if options.continuous_usage_stats and options.include_usage:
+            return self.usage()
+        return None if options.include_usage else UNSET
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, gc=False):

@@ -34,6 +34,7 @@ from loraplex.server.request_model import (
     any_of,
     has,
     lacks,
+    one_or_list,
     shown,
     unsupported,
 )
@@ -108,11 +109,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS, json_schema_extra={"m
 StopField = Annotated[
     Annotated[StopText, Tag("<text>")]
     | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("<texts>")],
-    Discriminator(
-        lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
-        custom_error_type="text_type",
-        custom_error_message="must be a string or a list of strings",
-    ),
+    one_or_list("<text>", "<texts>", "text_type", "must be a string or a list of strings"),
 ]
 
 
@@ -126,11 +123,7 @@ def _few_biases(value: Any) -> Any:
 NameOrNames = Annotated[
     Annotated[Label, Tag("<name>")]
     | Annotated[list[Label | None], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<names>")],
-    Discriminator(
-        lambda value: "<name>" if isinstance(value, str) else "<names>" if isinstance(value, list) else None,
-        custom_error_type="name_type",
-        custom_error_message="must be a string, or a list of strings and nulls",
-    ),
+    one_or_list("<name>", "<names>", "name_type", "must be a string, or a list of strings and nulls"),
 ]
 
 
@@ -425,11 +418,7 @@ class ChatMessage(RequestModel):
     content: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-        Discriminator(
-            lambda value: "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None,
-            custom_error_type="content_type",
-            custom_error_message="must be a string or a list of parts",
-        ),
+        one_or_list("<text>", "<parts>", "content_type", "must be a string or a list of parts"),
     ] = ""
     name: Label | None = None
     tool_calls: FreeObjects = Field(default_factory=list)

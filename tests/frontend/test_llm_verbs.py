@@ -9,38 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig
 
 from loraplex import LLM, LoRARequest, RequestOutput, SamplingParams
 from loraplex.adapters.registry import LoadStatus
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.errors import AdapterContentChangedError, AdapterNotFoundError, InvalidRequestError, LoraDisabledError
 from loraplex.events import EventKind
-from tests.fixtures import TARGET_MODULES, ModelZoo
 
 TEXT = "def step(self, plan):"
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def base(zoo: ModelZoo) -> Path:
-    return zoo.base("llama")
-
-
-@pytest.fixture(scope="module")
-def one(zoo: ModelZoo, base: Path) -> LoRARequest:
-    return adapter_of(zoo, base, 1, seed=60)
-
-
-@pytest.fixture(scope="module")
-def two(zoo: ModelZoo, base: Path) -> LoRARequest:
-    return adapter_of(zoo, base, 2, seed=61)
-
-
-def adapter_of(zoo: ModelZoo, base: Path, number: int, seed: int) -> LoRARequest:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM")
-    return LoRARequest(f"adapter{number}", number, str(zoo.adapter(base, config, seed=seed)))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from safetensors.torch import load_file, save
 
 from loraplex import LLM, LoRARequest, RequestOutput, SamplingParams
@@ -22,33 +21,13 @@ from loraplex.errors import (
     InvalidRequestError,
     LoraDisabledError,
 )
-from tests.fixtures import TARGET_MODULES, ModelZoo
+from tests.fixtures import TARGET_MODULES
 
 TEXT = "def step(self, plan):"
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def base(zoo: ModelZoo) -> Path:
-    return zoo.base("llama")
-
-
-@pytest.fixture(scope="module")
-def one(zoo: ModelZoo, base: Path) -> LoRARequest:
-    return adapter_of(zoo, base, 1, seed=60)
-
-
-@pytest.fixture(scope="module")
-def two(zoo: ModelZoo, base: Path) -> LoRARequest:
-    return adapter_of(zoo, base, 2, seed=61)
-
-
-def adapter_of(zoo: ModelZoo, base: Path, number: int, seed: int) -> LoRARequest:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM")
-    return LoRARequest(f"adapter{number}", number, str(zoo.adapter(base, config, seed=seed)))
 
 
 @pytest.fixture

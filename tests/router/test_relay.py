@@ -438,3 +438,18 @@ async def test_a_stream_whose_replica_is_lost_ends_in_its_own_form() -> None:
         assert (error["type"], error["error"]["type"], error["error"]["code"]) == ("error", "api_error", "replica_lost")
         refused = await front.client.post("/v1/messages", json=MESSAGES)
         assert (refused.status_code, refused.json()["type"]) == (503, "error")
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/"])
+async def test_a_stream_of_loraxs_whose_replica_is_lost_ends_in_its_form(path: str) -> None:
+    """Its client takes `error` for a text."""
+    async with replicas(1) as (a,), router([a.name]) as front:
+        a.engine.hold(after_tokens=1)
+        body = {"inputs": "hi", "parameters": {"adapter_id": "sql"}, "stream": True}
+        call = asyncio.ensure_future(front.client.post(path, json=body))
+        await front.until(lambda: a.engine.num_running == 1)
+        await a.kill()
+        *_, last, rest = (await call).text.split("\n\n")
+        error = json.loads(last.removeprefix("data:"))
+        assert (error["error_type"], error["code"], rest) == ("generation", "replica_lost", "")
+        assert "replica" in error["error"]

@@ -142,15 +142,15 @@ def _is_revision(text: str) -> bool:
 
 
 class HubFetches:
-    """Fetches that run, one of a repository at a time. huggingface_hub cannot be cancelled: past its deadline a fetch
-    is left to end by the library's timeouts, and runs until then."""
+    """Fetches that run, one of an adapter at a time. huggingface_hub cannot be cancelled: past its deadline a fetch is
+    left to end by the library's timeouts, and runs until then."""
 
     def __init__(self) -> None:
         self._running: set[Path] = set()
         self._changed = threading.Condition()
 
     def run(self, folder: Path, work: Callable[[], Path], timeout_s: float) -> Path:
-        """folder: of the repository. Raises what `work` raises, and TimeoutError."""
+        """folder: of the adapter in the cache. Raises what `work` raises, and TimeoutError."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: self._may_run(folder), timeout_s):
@@ -211,7 +211,7 @@ class HubCache:
 
         try:
             root = (self.root or _own_root()).expanduser()
-            return self.fetches.run(_folder_of(adapter, root), work, self.timeout_s)
+            return self.fetches.run(_folder_of(adapter, root) / adapter.folder, work, self.timeout_s)
         except TimeoutError:
             text = f"{adapter.not_here}the hub did not deliver it within {self.timeout_s:g} s; try again later"
             raise AdapterFetchTimeoutError(f"{adapter}: {text}") from None

@@ -45,6 +45,11 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
 _log = logging.getLogger(__name__)
 
 
+def kind_of(place: str) -> str:
+    """`local`, `hub` or `s3`, as LoRAX calls them."""
+    return "hub" if place.startswith(HUB_PREFIX) else "s3" if place.startswith(OBJECT_PREFIX) else "local"
+
+
 @dataclass(frozen=True, slots=True)
 class NamedSource:
     """tenant: the only one whose requests may use it; "": all may. place: as the operator wrote it, a directory with
@@ -79,7 +84,7 @@ class NamedSource:
     @property
     def kind(self) -> str:
         """`local`, `hub` or `s3`, as LoRAX calls them."""
-        return "hub" if self.place.startswith(HUB_PREFIX) else "s3" if self.place.startswith(OBJECT_PREFIX) else "local"
+        return kind_of(self.place)
 
     @property
     def is_directory(self) -> bool:

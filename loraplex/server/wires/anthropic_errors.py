@@ -10,7 +10,7 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.server.api_error import ErrorBody, ErrorReply, error_body, error_reply, status_of
+from loraplex.server.api_error import ErrorBody, ErrorReply, error_body, status_of
 from loraplex.server.request_id import HEADER
 from loraplex.server.streaming import sse
 
@@ -45,11 +45,6 @@ def anthropic_error(status: int, body: ErrorBody, request_id: str | None = None)
 def anthropic_event(error: Exception) -> bytes:
     """In the middle of a stream."""
     return b"event: error\n" + sse(anthropic_error(status_of(error), error_body(error)))
-
-
-def error_event(path: str, error: Exception) -> bytes:
-    """In the middle of a stream of any route."""
-    return anthropic_event(error) if is_anthropic(path) else sse(error_reply(error))
 
 
 class AnthropicErrors:

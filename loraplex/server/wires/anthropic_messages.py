@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from loraplex.core import CompletionOutput, FinishReason
 from loraplex.server.access import Access, StrictRoute, requires
+from loraplex.server.api_error import in_words_of
 from loraplex.server.context import ServerContext
 from loraplex.server.off_loop import client_of
 from loraplex.server.openai_api import ChatAnswer, OpenAIRoutes
@@ -22,7 +23,6 @@ from loraplex.server.tenants.callers_names import hide_targets
 from loraplex.server.wires.answer_parts import Part, PartKind, PartsRenderer, Step, StepKind
 from loraplex.server.wires.anthropic_errors import anthropic_event
 from loraplex.server.wires.anthropic_messages_input import NAMES, CountTokensRequest, MessagesRequest
-from loraplex.server.wires.chat_fields import renamed
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -90,14 +90,14 @@ class MessagesRoutes:
     @requires(Access.KEY)
     async def respond(self, request: Request, query: Annotated[BetaQuery, Query()]) -> Response:
         """Answer a conversation of blocks."""
-        with renamed(NAMES):
+        with in_words_of(NAMES):
             return await self._chats.answer_chat(request, MessagesRequest, _converse, "msg_")
 
     @requires(Access.KEY)
     async def count(self, request: Request, query: Annotated[BetaQuery, Query()]) -> Response:
         """How many tokens the prompt of a conversation has."""
         context, client = self._context, client_of(request)
-        with renamed(NAMES):
+        with in_words_of(NAMES):
             chat = (await context.bodies.read(request, CountTokensRequest)).chat
             adapter = await context.names.resolve(request, chat.model, chat.lora_path, chat.mix)
             hide_targets(request, context.names, [adapter])

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from loraplex.sampling_params import MAX_STOP_STRINGS
 from loraplex.server.api_error import ApiError
-from loraplex.server.request_model import FreeObject, RequestModel, SmallObject, shown, unsupported
+from loraplex.server.request_model import FreeObject, RequestModel, SmallObject, one_or_list, shown, unsupported
 from loraplex.server.schemas import (
     INT32_MAX,
     MAX_MESSAGES,
@@ -21,7 +21,7 @@ from loraplex.server.schemas import (
     Label,
     StopText,
 )
-from loraplex.server.wires.chat_fields import PassedFields, TargetFields, chat_request, turn, unknown_kind
+from loraplex.server.wires.chat_fields import PassedFields, TargetFields, chat_request, only_kinds, tag_of, turn
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -47,25 +47,13 @@ class TextBlock(Block):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"citations": ([],)}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind not in (None, "text"):
-            raise unknown_kind("messages", "blocks", kind, "those of type text")
-        return data
+    _only_text = only_kinds("messages", "blocks", ("text",), "those of type text")
 
 
 Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-def _text_or_list(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<blocks>" if isinstance(value, list) else None
-
-
-_TEXT_OR_BLOCKS = Discriminator(
-    _text_or_list, custom_error_type="content_type", custom_error_message="must be a string or a list of blocks"
-)
+_TEXT_OR_BLOCKS = one_or_list("<text>", "<blocks>", "content_type", "must be a string or a list of blocks")
 TextOrTexts = Annotated[Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<blocks>")], _TEXT_OR_BLOCKS]
 
 
@@ -97,12 +85,7 @@ KINDS = ("text", "tool_use", "tool_result", "thinking")
 
 
 def _kind_of(block: Any) -> str | None:
-    if not isinstance(block, dict):
-        return None
-    kind = block.get("type")
-    if kind not in KINDS:
-        raise unknown_kind("messages", "blocks", kind, f"those of type {', '.join(KINDS)}")
-    return f"<{kind}>"
+    return tag_of(block, "messages", "blocks", KINDS)
 
 
 Blocks = Annotated[
@@ -141,13 +124,7 @@ class Tool(RequestModel):
         "input_examples": ([],),
     }
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_own(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind not in (None, "custom"):
-            raise unknown_kind("tools", "tools", kind, "those that the client describes and runs")
-        return data
+    _only_own = only_kinds("tools", "tools", ("custom",), "those that the client describes and runs")
 
 
 class ToolChoice(RequestModel):

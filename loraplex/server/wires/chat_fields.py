@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from loraplex.errors import LoraplexError
 from loraplex.sampling_params import MAX_PRIORITY
-from loraplex.server.api_error import ApiError
+from loraplex.server.api_error import ApiError, in_words_of
 from loraplex.server.body import check_model
 from loraplex.server.request_model import BodyLimits, FreeObject, RequestModel, any_of, has, shown, unsupported
 from loraplex.server.schemas import (
@@ -74,25 +71,11 @@ class PassedFields(TargetFields):
 def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
     """The request of the chat route. names: of its fields, what the client calls them. Raises ApiError in its words."""
     given = {name: value for name, value in fields.items() if value is not None}
-    with renamed(names):
+    with in_words_of(names):
         if len(given["messages"]) > MAX_MESSAGES:
             text = f"messages make {len(given['messages'])} turns of a conversation, at most {MAX_MESSAGES} fit"
             raise ApiError(text, param="messages")
         return check_model(given, ChatCompletionRequest)
-
-
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of a chat name the field that the client has sent."""
-    try:
-        yield
-    except LoraplexError as error:
-        name = names.get(error.param or "")
-        is_sent = isinstance(error, ApiError) and error.code == "unknown_field"
-        if name is not None and not is_sent:
-            error.args = (re.sub(rf"\b{error.param}\b", name, error.message, count=1),)
-            error.param = name
-        raise
 
 
 def turn(role: str, content: str | list[str], **fields: Any) -> ChatMessage:
@@ -105,3 +88,27 @@ def turn(role: str, content: str | list[str], **fields: Any) -> ChatMessage:
 
 def unknown_kind(field: str, what: str, kind: object, known: str) -> ApiError:
     return unsupported(field, f"{what} of type {shown(kind)} are not supported by this server: only {known} are")
+
+
+def only_kinds(field: str, what: str, kinds: Sequence[str], known: str) -> Any:
+    """A validator of an object whose `type` is one of these, where it has one. Raises ApiError for another."""
+
+    def check(cls: type, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind is not None and kind not in kinds:
+            raise unknown_kind(field, what, kind, known)
+        return data
+
+    of_class: Any = classmethod(check)
+    return model_validator(mode="before")(of_class)
+
+
+def tag_of(value: Any, field: str, what: str, kinds: Sequence[str], usual: str | None = None) -> str | None:
+    """The tag of a block or item in a union, by its `type` (None: `usual`); None for what is no object. Raises ApiError
+    for a type that this server does not have."""
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type") or usual
+    if kind not in kinds:
+        raise unknown_kind(field, what, kind, f"those of type {', '.join(kinds)}")
+    return f"<{kind}>"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from loraplex.errors import LoraplexError
 from loraplex.sampling_params import SamplingParams
+from loraplex.server.api_error import in_words_of
 from loraplex.server.body import check_model
 from loraplex.server.schemas import NO_DEFAULTS, CompletionRequest
 
@@ -38,18 +36,6 @@ def completion_of(
     given = {name: value for name, value in fields.items() if value is not None}
     with in_words_of(names):
         return check_model({**given, "prompt": ""}, kind).model_copy(update={"prompt": prompt})
-
-
-@contextmanager
-def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name fields as the client has sent them."""
-    try:
-        yield
-    except LoraplexError as error:
-        words = "|".join(name for name in names if "_" in name)  # others are words of the language, too
-        error.args = (re.sub(rf"\b({words})\b", lambda found: names[found[0]], error.message),)
-        error.param = names.get(error.param or "", error.param)
-        raise
 
 
 def _one_for_all(value: Any) -> Any:

@@ -11,18 +11,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from fastapi import Response
+from fastapi import Request, Response
 from msgspec import UNSET, UnsetType
 
+from loraplex.adapters.sources.named import kind_of
 from loraplex.core import AdapterMix, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-from loraplex.server.api_error import error_body, error_response, status_of
+from loraplex.errors import LoraplexError
+from loraplex.server.access import clean_error
+from loraplex.server.api_error import error_response
 from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Cursor, Generation
 from loraplex.server.logprobs import LOWEST_LOGPROB
 from loraplex.server.responses import AnswerRoom, encode, written, written_text
 from loraplex.server.streaming import in_pieces, sse
 from loraplex.server.wires.lorax_fields import LoraxGenerateRequest
-from loraplex.server.wires.native_forms import LoraxError
+from loraplex.server.wires.native_forms import lorax_refusal
 from loraplex.tenants.records import EVERYTHING, Scope
 
 
@@ -77,16 +80,9 @@ class LoraxEvent(msgspec.Struct, frozen=True):
     details: StreamDetails | None = None
 
 
-def lorax_error(error: Exception) -> Response:
-    return error_response(error, body=_error_of(error))
-
-
-def _error_of(error: Exception) -> bytes:
-    """`error_type` is LoRAX's for what it has one for; its client makes an exception of each."""
-    status, body = status_of(error), error_body(error)
-    kinds = {400: "validation", 413: "validation", 415: "validation", 429: "overloaded", 404: "not_found"}
-    kind = kinds.get(status, "generation" if status >= 499 else body.type)
-    return encode(LoraxError(body.message, kind, body.param, body.code))
+def lorax_error(error: LoraplexError, request: Request) -> Response:
+    clean_error(error, request)
+    return error_response(error, body=lorax_refusal(error))
 
 
 @dataclass(slots=True)
@@ -130,7 +126,7 @@ class LoraxAnswer:
 
     def of_generation(self, generation: Generation, scope: Scope = EVERYTHING) -> LoraxRenderer:
         """scope: of the names that the headers say."""
-        adapter = generation.items[0].adapter
+        adapter, target = generation.items[0].adapter, generation.items[0].target
         if isinstance(adapter, AdapterMix):
             names = [name for name, _ in adapter.parts]
         else:
@@ -143,7 +139,7 @@ class LoraxAnswer:
         if names:
             self.headers |= {
                 "x-adapter-id": _header(",".join(map(scope.shown, names))),
-                "x-adapter-source": "local",
+                "x-adapter-source": ",".join(dict.fromkeys(kind_of(ref.lora_path) for ref in target.held.refs)),
             }
         return LoraxRenderer(self, generation)
 
@@ -230,7 +226,7 @@ class LoraxRenderer:
         return b""
 
     def failure(self, error: Exception) -> bytes:
-        return sse(_error_of(error))
+        return sse(lorax_refusal(error))
 
     def _texts(self, token_ids: Sequence[int], text: str) -> list[tuple[str, bool]]:
         """Of tokens that came together, and which are special: the others' are `text`, when put together. Where all are

@@ -174,7 +174,10 @@ class LoraxGenerateRequest(RequestModel):
             raise unsupported("api_token", text)
 
     def check_stream(self, is_stream: bool) -> None:
-        """Raises ApiError for what only a whole answer has."""
+        """Raises ApiError for `stream` where the route says otherwise, and for what only a whole answer has."""
+        if "stream" in self.model_fields_set and self.stream is not is_stream:
+            other = "/generate_stream is" if self.stream else "/generate is not"
+            raise ApiError(f"stream: this route has one kind of answer; leave it out: {other} a stream", param="stream")
         if is_stream and self.parameters.decoder_input_details:
             text = "decoder_input_details are not available in a stream: leave them out"
             raise ApiError(text, param="decoder_input_details")

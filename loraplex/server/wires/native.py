@@ -16,7 +16,8 @@ from fastapi.responses import StreamingResponse
 from loraplex import __version__
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import MAX_STOP_STRINGS
-from loraplex.server.access import Access, StrictRoute, clean_error, requires
+from loraplex.server.access import Access, StrictRoute, requires
+from loraplex.server.api_error import in_words_of
 from loraplex.server.auth import caller_of
 from loraplex.server.context import GRAMMAR_BYTES, ServerContext
 from loraplex.server.off_loop import client_of
@@ -26,7 +27,6 @@ from loraplex.server.request_model import RequestModel
 from loraplex.server.responses import encode
 from loraplex.server.schemas import COMPLETION_LIMITS, CompletionRequest
 from loraplex.server.streaming import EVENT_STREAM
-from loraplex.server.wires.completion_fields import in_words_of
 from loraplex.server.wires.lorax import LoraxAnswer, LoraxReply, lorax_error
 from loraplex.server.wires.lorax_fields import LoraxGenerateRequest
 from loraplex.server.wires.sglang import GenerateReply, SGLangRenderer, SGLangWish
@@ -129,8 +129,7 @@ class NativeRoutes:
         except LoraplexError as error:
             if kind is SGLangGenerateRequest:
                 raise
-            clean_error(error, request)
-            return lorax_error(error)
+            return lorax_error(error, request)
         if isinstance(body, LoraxGenerateRequest):
             answering = self._lorax(request, body, arrived_s, is_stream=False)
         else:
@@ -142,37 +141,29 @@ class NativeRoutes:
     @requires(Access.KEY)
     async def generate_stream(self, request: Request) -> Response:
         """Continue a prompt, an event for each token, as in LoRAX."""
-        arrived_s = self._begin()
-        body = await self._lorax_body(request)
-        if isinstance(body, Response):
-            return body
-        answering = self._lorax(request, body, arrived_s, is_stream=True)
-        del body
-        return await answering
+        return await self._read_lorax(request, is_stream=True)
 
     @requires(Access.KEY)
     async def generate_either(self, request: Request) -> Response:
         """Continue a prompt, as in LoRAX: a list of one answer, or with `stream` an event for each token."""
-        arrived_s = self._begin()
-        body = await self._lorax_body(request)
-        if isinstance(body, Response):
-            return body
-        answering = self._lorax(request, body, arrived_s, is_stream=body.stream, is_list=True)
-        del body
-        return await answering
+        return await self._read_lorax(request, is_stream=None, is_list=True)
 
     def _begin(self) -> float:
         arrived_s = time.monotonic()
         self._context.engine.check_can_serve()
         return arrived_s
 
-    async def _lorax_body(self, request: Request) -> LoraxGenerateRequest | Response:
-        """Or the refusal, in LoRAX's form."""
+    async def _read_lorax(self, request: Request, is_stream: bool | None, is_list: bool = False) -> Response:
+        """is_stream: None as the body says."""
+        arrived_s = self._begin()
         try:
-            return await self._context.bodies.read(request, LoraxGenerateRequest)
+            body = await self._context.bodies.read(request, LoraxGenerateRequest)
         except LoraplexError as error:
-            clean_error(error, request)
-            return lorax_error(error)
+            return lorax_error(error, request)
+        is_stream = body.stream if is_stream is None else is_stream
+        answering = self._lorax(request, body, arrived_s, is_stream=is_stream, is_list=is_list)
+        del body  # no name keeps it while it waits
+        return await answering
 
     async def _sglang(self, request: Request, body: SGLangGenerateRequest, arrived_s: float) -> Response:
         wish, names = SGLangWish.of(body), body.names
@@ -220,8 +211,7 @@ class NativeRoutes:
             with in_words_of(LoraxGenerateRequest.names):
                 answered = await answering
         except LoraplexError as error:
-            clean_error(error, request)
-            return lorax_error(error)
+            return lorax_error(error, request)
         answered.headers.update(answer.headers)
         return answered
 

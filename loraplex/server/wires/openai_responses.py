@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from loraplex.core import CompletionOutput, FinishReason
 from loraplex.server.access import Access, StrictRoute, requires
-from loraplex.server.api_error import ApiError, error_body, status_of
+from loraplex.server.api_error import ApiError, error_body, in_words_of, status_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Delta, Generation
@@ -24,7 +24,6 @@ from loraplex.server.responses import AnswerRoom, TokenLogprob, encode
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import EVENT_STREAM
 from loraplex.server.wires.answer_parts import Part, PartKind, PartsRenderer, Step, StepKind
-from loraplex.server.wires.chat_fields import renamed
 from loraplex.server.wires.openai_responses_input import NAMES, ResponsesRequest
 from loraplex.text.tools.wanted import AnswerReading
 
@@ -151,7 +150,7 @@ class ResponsesRoutes:
     @requires(Access.KEY)
     async def respond(self, request: Request) -> Response:
         """Answer a conversation of items."""
-        with renamed(NAMES):
+        with in_words_of(NAMES):
             return await self._chats.answer_chat(request, ResponsesRequest, _converse, "resp_")
 
 

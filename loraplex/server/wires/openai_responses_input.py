@@ -12,7 +12,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from loraplex.sampling_params import MAX_LOGPROBS
 from loraplex.server.api_error import ApiError
-from loraplex.server.request_model import FreeObject, RequestModel, SmallObject, shown, unsupported
+from loraplex.server.request_model import FreeObject, RequestModel, SmallObject, one_or_list, shown, unsupported
 from loraplex.server.schemas import (
     INT32_MAX,
     MAX_MESSAGES,
@@ -23,7 +23,7 @@ from loraplex.server.schemas import (
     Label,
     documented,
 )
-from loraplex.server.wires.chat_fields import PassedFields, chat_request, turn, unknown_kind
+from loraplex.server.wires.chat_fields import PassedFields, chat_request, only_kinds, tag_of, turn
 
 MAX_SAID_BACK_BYTES = 64 * 2**10
 """Of instructions, tools and the form, each: an answer and two events of a stream say them again."""
@@ -53,23 +53,18 @@ class TextPart(RequestModel):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": ([],), "prompt_cache_breakpoint": ()}
     logprobs: Annotated[list[FreeObject], Field(max_length=MAX_LOGPROBS_SENT, fail_fast=True)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind not in (None, "input_text", "output_text", "text", "summary_text", "reasoning_text"):
-            raise unknown_kind("input", "content parts", kind, "those of type input_text and output_text")
-        return data
+    _only_text = only_kinds(
+        "input",
+        "content parts",
+        ("input_text", "output_text", "text", "summary_text", "reasoning_text"),
+        "those of type input_text and output_text",
+    )
 
 
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 TextOrParts = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Parts, Field(min_length=1), Tag("<parts>")],
-    Discriminator(
-        lambda value: "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None,
-        custom_error_type="content_type",
-        custom_error_message="must be a string or a list of parts",
-    ),
+    one_or_list("<text>", "<parts>", "content_type", "must be a string or a list of parts"),
 ]
 
 
@@ -119,12 +114,7 @@ KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _kind_of(item: Any) -> str | None:
-    if not isinstance(item, dict):
-        return None
-    kind = item.get("type") or "message"
-    if kind not in KINDS:
-        raise unknown_kind("input", "items", kind, f"those of type {', '.join(KINDS)}")
-    return f"<{kind}>"
+    return tag_of(item, "input", "items", KINDS, "message")
 
 
 Items = Annotated[
@@ -154,13 +144,7 @@ class FunctionTool(RequestModel):
         "output_schema": (),
     }
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_functions(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind not in (None, "function"):
-            raise unknown_kind("tools", "tools", kind, "functions, which the client runs,")
-        return data
+    _only_functions = only_kinds("tools", "tools", ("function",), "functions, which the client runs,")
 
 
 class NamedFunction(RequestModel):
@@ -222,11 +206,7 @@ class ResponsesRequest(PassedFields):
 
     input: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[Items, Tag("<items>")],
-        Discriminator(
-            lambda value: "<text>" if isinstance(value, str) else "<items>" if isinstance(value, list) else None,
-            custom_error_type="input_type",
-            custom_error_message="must be a string or a list of items",
-        ),
+        one_or_list("<text>", "<items>", "input_type", "must be a string or a list of items"),
     ]
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)

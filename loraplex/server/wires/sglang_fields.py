@@ -13,7 +13,7 @@ from loraplex.errors import InvalidRequestError, shown
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from loraplex.server.adapter_schemas import MAX_PATH_CHARS
 from loraplex.server.api_error import ApiError
-from loraplex.server.request_model import BodyLimits, RequestModel, SmallObject, has
+from loraplex.server.request_model import BodyLimits, RequestModel, SmallObject, has, one_or_list
 from loraplex.server.schemas import (
     COMPLETION_LIMITS,
     ID_PATTERN,
@@ -54,11 +54,7 @@ NAMES = {
 TextField = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")],
-    Discriminator(
-        lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
-        custom_error_type="text_type",
-        custom_error_message="must be a string or a list of strings",
-    ),
+    one_or_list("<text>", "<texts>", "text_type", "must be a string or a list of strings"),
 ]
 SomeIds = Annotated[TokenIds, Field(min_length=1)]
 IdsField = Annotated[

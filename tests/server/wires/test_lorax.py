@@ -67,6 +67,27 @@ async def test_headers_of_an_answer(client: httpx.AsyncClient) -> None:
     assert streamed.headers["x-adapter-id"] == "chat"
 
 
+async def test_the_kind_of_an_adapters_source_is_told(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    assert engine.registry is not None
+    engine.registry.load("hub/sql", "hf://org/sql")
+    engine.registry.load("cold", "s3://bucket/cold")
+    told = [
+        (await generate(client, adapter_id=name)).headers["x-adapter-source"] for name in ("hub/sql", "cold", "sql")
+    ]
+    assert told == ["hub", "s3", "local"]
+    merged = {"ids": ["hub/sql", "cold", "sql", "chat"], "weights": [1, 1, 1, 1]}
+    assert (await generate(client, merged_adapters=merged)).headers["x-adapter-source"] == "hub,s3,local"
+
+
+async def test_stream_beside_a_route_of_one_kind_says_what_it_is(client: httpx.AsyncClient) -> None:
+    for path, is_stream in (("/generate", False), ("/generate_stream", True)):
+        for wanted in (False, True):
+            answer = await client.post(path, json={"inputs": "hi", "stream": wanted})
+            assert answer.status_code == (200 if wanted is is_stream else 400), answer.text
+            if wanted is not is_stream:
+                assert answer.json()["param"] == "stream"
+
+
 @pytest.mark.parametrize("adapter_id", [None, "", "__base_model__"])
 async def test_without_an_adapter_it_is_the_base_model(client: httpx.AsyncClient, adapter_id: str | None) -> None:
     assert (await generate(client, adapter_id=adapter_id)).json()["generated_text"] == "[base] hi"
@@ -196,7 +217,7 @@ async def test_a_mix_of_adapters(client: httpx.AsyncClient) -> None:
 async def test_errors_have_its_form_and_name_the_field(
     client: httpx.AsyncClient, path: str, parameters: dict[str, Any], named: str
 ) -> None:
-    refused = await client.post(path, json={"inputs": "hi", "parameters": parameters, "stream": path == "/"})
+    refused = await client.post(path, json={"inputs": "hi", "parameters": parameters, "stream": path != "/generate"})
     error = refused.json()
     assert refused.status_code == (404 if named == "nope" else 400)
     assert error["error_type"] == ("not_found" if named == "nope" else "validation")
