@@ -169,7 +169,7 @@ class Checkpoint:
         with contextlib.ExitStack() as stack:
             files = {name: stack.enter_context(_open(self.path / name)) for name in self._file_names()}
             where = {key: file for file in files.values() for key in list(file.keys())}
-            self._check_names([part.name for layer in layers for part in layer.weight_parts()], where)
+            self.check_names([part.name for layer in layers for part in layer.weight_parts()], where)
             counted = _Counted(layers, progress)
             for layer in layers:
                 layer.allocate()
@@ -197,7 +197,7 @@ class Checkpoint:
         hint = f"; {pickles[0]} is not read, convert it to safetensors" if pickles else ""
         raise ModelWeightError(f"{self.path} has no {WEIGHTS_FILE} and no {INDEX_FILE}{hint}")
 
-    def _check_names(self, parts: Sequence[str], found: Mapping[str, Any]) -> None:
+    def check_names(self, parts: Sequence[str], found: Mapping[str, Any]) -> None:
         missing = [name for name in parts if name not in found]
         unused = [name for name in found if name not in parts and not self._is_ignored(name)]
         problems = [
