@@ -86,8 +86,11 @@ class LayerOps(Protocol):
         """Names the layout of prepared weights, for a cache of them on disk; None: they cannot be kept."""
         ...
 
-    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> LinearWeight:
-        """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
+    def prepare_linear(self, weight: LinearWeight, quantization: str | None = None) -> LinearWeight:
+        """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load.
+
+        A weight that is the specification of its quantization (reference.py) keeps its integers and scales.
+        """
         ...
 
     def linear_tensors(self, weight: LinearWeight) -> dict[str, torch.Tensor]:

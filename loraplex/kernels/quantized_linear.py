@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from loraplex.kernels.reference import INT4_GROUP, SPECIFICATIONS, Fp8Weight
+from loraplex.kernels.reference import INT4_GROUP, SPECIFICATIONS, Fp8Weight, Int8Weight
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability whose matrix units take float8."""
@@ -60,6 +60,14 @@ class QuantizedWeight:
             rows = slice(start, start + len(specified.q))
             _PACK[quantization](specified.q, packed.q[rows])
             packed.scale[..., rows] = specified.scale.t()
+        return packed
+
+    @classmethod
+    def kept(cls, weight: Int8Weight) -> QuantizedWeight:
+        """Integers and scales as they are."""
+        packed = _empty(weight.q, "int8")
+        _pack_bytes(weight.q, packed.q)
+        packed.scale.copy_(weight.scale)
         return packed
 
     def rows(self, first: int, last: int) -> torch.Tensor:

@@ -458,9 +458,11 @@ class ReferenceBackend(StockPacking, StockWeights):
                 rows.copy_(weighted_gain(view.input_gain, segment.weight) * rows.to(_accumulator(x.dtype)))
 
     def prepare_linear(
-        self, weight: torch.Tensor, quantization: str | None = None
+        self, weight: torch.Tensor | QuantizedSpecification, quantization: str | None = None
     ) -> torch.Tensor | QuantizedSpecification:
-        return weight if quantization is None else SPECIFICATIONS[quantization].of(weight)
+        if quantization is None or isinstance(weight, QuantizedSpecification):
+            return weight
+        return SPECIFICATIONS[quantization].of(weight)
 
     def _rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
         if isinstance(weight, QuantizedSpecification):

@@ -24,6 +24,7 @@ from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.distributed import shard_bias, shard_columns, shard_rows
 from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.protocols import LinearWeight
+from loraplex.kernels.reference import QuantizedSpecification
 from loraplex.layers.common import LayerSetup, WeightPart
 
 META = torch.device("meta")
@@ -39,6 +40,8 @@ class ParallelLinear:
         self.name = target.name
         self.ops = setup.ops
         self.quantization = setup.quantization
+        self.is_kept = False
+        """Whether the weight is in the integers of the checkpoint, which `load_integers` takes."""
         self.device = setup.device
         self.weight: LinearWeight = torch.empty(out_features, target.in_features, dtype=setup.dtype, device=META)
         self.bias = torch.empty(out_features, dtype=setup.activation_dtype, device=setup.device) if has_bias else None
@@ -59,6 +62,15 @@ class ParallelLinear:
 
     def allocate(self) -> None:
         self.weight = _allocated(self.weight, self.device)
+
+    def keep_integers(self, quantization: str) -> None:
+        """The weight will be in the checkpoint's integers of this quantization: `load_integers` stands for `allocate`
+        and the weight's parts."""
+        self.quantization, self.is_kept = quantization, True
+
+    def load_integers(self, weight: QuantizedSpecification) -> None:
+        """This rank's share of all slices, under one another, on the device."""
+        self.weight = weight
 
     def prepare(self) -> None:
         self.weight = self.ops.prepare_linear(self.weight, self.quantization)

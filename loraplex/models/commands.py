@@ -49,8 +49,7 @@ def _show(report: ModelReport) -> None:
     console.print(report.describe(), markup=False, highlight=False, soft_wrap=True)
     if not report.forms:
         return
-    table = Table("device", "kernels", "--quantization", "weights in memory", title="how it would be served")
+    table = Table("device", "kernels", "--quantization", "weights", "in memory", title="how it would be served")
     for form in report.forms:
-        kept = form.quantization or f"none: {form.dtype}"
-        table.add_row(form.device, form.kernels, kept, shown_bytes(form.weight_bytes))
+        table.add_row(form.device, form.kernels, form.quantization, form.kept, shown_bytes(form.weight_bytes))
     console.print(table)

@@ -17,6 +17,9 @@ from loraplex.config import DTYPES
 from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.layers.common import ROPE_RULES, RopeParameters
+from loraplex.models.checkpoints.forms import form_of
+from loraplex.models.checkpoints.gguf import GgufFile
+from loraplex.models.checkpoints.stored import Form
 
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -98,7 +101,6 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (None, 1, 1.0),
-    "quantization_config": (None, {}),
     "text_config": (None,),
     "vision_config": (None,),
     "add_cross_attention": (None, False),
@@ -148,7 +150,7 @@ ROPE_KEYS: Mapping[str, RopeKeys] = {
 class ModelConfig:
     """One model, under Hugging Face's names. `sliding_windows[i]`: layer i's window in tokens, None for all.
 
-    `dtype` is the checkpoint's, "" when config.json does not say.
+    `dtype` is the checkpoint's, "" when config.json does not say. `form`: of its weights; None: plain floats.
     """
 
     model_type: str
@@ -169,6 +171,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     dtype: str = ""
+    form: Form | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -205,7 +208,10 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
-        """Read `path`/config.json. Raises ModelConfigError when it is missing, no JSON, or not honoured."""
+        """Read `path`/config.json, or the metadata where `path` is a GGUF file. Raises ModelConfigError when it is
+        missing, no JSON, or not honoured."""
+        if Path(path).is_file():
+            return cls.from_dict(GgufFile(Path(path)).config(), source=str(path))
         file = Path(path) / "config.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
@@ -258,7 +264,14 @@ class _Reader:
             mlp_bias=self.flag(self.family.mlp_bias),
             qk_norm=self.family.qk_norm,
             dtype=str(self.values.get("dtype") or self.values.get("torch_dtype") or ""),
+            form=self._form(),
         )
+
+    def _form(self) -> Form | None:
+        try:
+            return form_of(self.values.get("quantization_config") or self.values.get("compression_config"))
+        except ValueError as e:
+            raise self.refuse(str(e)) from e
 
     def refuse(self, what: str) -> ModelConfigError:
         return ModelConfigError(f"{self.source}: {what}")

@@ -13,7 +13,8 @@ from typing import Any
 
 from loraplex.adapters.files import MAX_SHARDS, SHARD_NAME
 from loraplex.errors import ModelConfigError, ModelError, ModelNotFoundError, ModelWeightError, shown
-from loraplex.models.loader import INDEX_FILE, WEIGHTS_FILE
+from loraplex.models.checkpoints.files import INDEX_FILE, WEIGHTS_FILE
+from loraplex.models.checkpoints.gguf import GgufFile, type_name
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22
@@ -80,6 +81,14 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
         header = _parsed(_read(file, 8, length, ModelWeightError, is_prefix=True), file, ModelWeightError)
         found |= _tensors(header, file, 8 + length)
     return found
+
+
+def gguf_headers(file: GgufFile) -> dict[str, TensorHeader]:
+    """Every tensor of a GGUF file, under the file's names; dtypes are ggml's types."""
+    return {
+        name: TensorHeader(type_name(tensor.type_id), tensor.shape, file.num_bytes(tensor))
+        for name, tensor in file.header.tensors.items()
+    }
 
 
 def headers_of(infos: Mapping[str, Any]) -> dict[str, TensorHeader]:

@@ -22,7 +22,8 @@ from loraplex.layers.common import WeightedLayer
 from loraplex.layers.linear import ParallelLinear, ParallelLMHead, VocabParallelEmbedding
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from loraplex.models.headers import CONFIG_FILE, TensorHeader, headers_of, read_config, read_headers
+from loraplex.models.checkpoints.gguf import GgufFile
+from loraplex.models.headers import CONFIG_FILE, TensorHeader, gguf_headers, headers_of, read_config, read_headers
 from loraplex.models.loader import Checkpoint
 from loraplex.models.source import fetch_description, fetch_headers, local_model
 from loraplex.text.conversion import TOKENIZER_FILE, other_files
@@ -66,12 +67,13 @@ class DtypeFact:
 
 @dataclass(frozen=True, slots=True)
 class ServedForm:
-    """One way to serve a model. quantization: "" as the checkpoint is; weight_bytes: what the weights take, kept."""
+    """One way to serve a model. quantization: the setting, "" without; kept: how weights are kept, weight_bytes: what
+    they take."""
 
     device: str
     kernels: str
-    dtype: str
     quantization: str
+    kept: str
     weight_bytes: int
 
 
@@ -104,6 +106,7 @@ class ModelReport:
     num_parameters: int = 0
     checkpoint: tuple[DtypeFact, ...] = ()
     checkpoint_bytes: int = 0
+    checkpoint_form: str = ""
     dtype: str = ""
     shape: Mapping[str, int] | None = None
     max_model_len: int = 0
@@ -129,7 +132,8 @@ class ModelReport:
     def _facts(self) -> Iterator[tuple[str, str]]:
         yield "family", self.model_type + (f" ({self.architecture})" if self.architecture else "")
         yield "parameters", f"{self.num_parameters:,}" if self.num_parameters else ""
-        yield "checkpoint", shown_bytes(self.checkpoint_bytes) if self.checkpoint else ""
+        plain = shown_bytes(self.checkpoint_bytes) if self.checkpoint else ""
+        yield "checkpoint", f"{self.checkpoint_form}, {plain}" if self.checkpoint_form else plain
         for fact in self.checkpoint:
             yield "dtype", f"{fact.dtype}, {fact.num_tensors} tensors, {shown_bytes(fact.nbytes)}"
         yield "shape", ", ".join(f"{name} {size}" for name, size in (self.shape or {}).items())
@@ -155,40 +159,37 @@ def shown_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A model's files as they are. raw: its config.json; is_remote: its weights are on the hub still."""
+
+    path: Path
+    is_remote: bool
+    reasons: list[str]
+    raw: Mapping[str, Any]
+    headers: Mapping[str, TensorHeader]
+    config: ModelConfig | None
+
+
 def inspect_model(name: str, revision: str | None = None) -> ModelReport:
     """Judge a directory or hub id by its config.json and the headers of its weights.
 
     Raises ModelNotFoundError where there is no model; everything else is in `reasons`.
     """
     local = local_model(name)
-    directory = fetch_description(name, revision) if local is None else local
-    raw, reasons = dict[str, Any](), list[str]()
-    headers: dict[str, TensorHeader] = {}
-    config = None
-    try:
-        headers = headers_of(fetch_headers(name, revision)) if local is None else read_headers(directory)
-    except ModelError as error:
-        reasons.append(error.message)
-    try:
-        raw = read_config(directory)
-        _check_sizes(raw, headers)
-        config = ModelConfig.from_dict(raw, source=str(directory / CONFIG_FILE))
-    except ModelConfigError as error:
-        reasons.insert(0, error.message)
+    found = _read(fetch_description(name, revision) if local is None else local, local is None, name, revision)
     report = ModelReport(
         name,
-        tuple(reasons),
-        _text(raw.get("model_type")),
-        _architecture(raw),
-        **_checkpoint_facts(headers),
-        **_text_facts(directory),
+        tuple(found.reasons),
+        _text(found.raw.get("model_type")),
+        _architecture(found.raw),
+        **_checkpoint_facts(found.headers),
+        **_text_facts(found.path),
     )
-    return report if config is None or not headers else _judged(report, directory, config, headers)
+    return _judged(report, found, found.config) if found.config is not None and found.headers else report
 
 
-def _judged(
-    report: ModelReport, directory: Path, config: ModelConfig, headers: Mapping[str, TensorHeader]
-) -> ModelReport:
+def _judged(report: ModelReport, found: _Found, config: ModelConfig) -> ModelReport:
     """The report with what the model is, and what is wrong with its weights."""
     reasons = list(report.reasons)
     try:
@@ -197,7 +198,8 @@ def _judged(
         reasons.append(error.message)
         dtype = torch.float32
     model = _shapes(config, get_backend("reference", META), dtype, None)
-    reasons += _weight_reasons(Checkpoint(directory, config), model, headers)
+    checkpoint = None if found.is_remote else Checkpoint(found.path, config)
+    reasons += _weight_reasons(checkpoint, model, config, found.headers)
     targets = _targets(model)
     parts = {part.name: math.prod(part.shape) for part in model.weight_parts()}
     windows = Counter("all tokens" if w is None else f"{w} tokens" for w in config.sliding_windows)
@@ -205,18 +207,43 @@ def _judged(
         report,
         reasons=tuple(reasons[:MAX_REASONS]),
         num_parameters=sum(parts.values()),
+        checkpoint_form="GGUF" if found.path.is_file() else "" if config.form is None else config.form.title,
         dtype=str(dtype).removeprefix("torch."),
         shape=_shape(config),
         max_model_len=config.max_model_len,
         sliding_windows=dict(windows),
         kv_token_bytes=math.prod(model.kv_shape(1, 1)) * dtype.itemsize,
-        forms=() if reasons else tuple(_forms(config, dtype)),
+        forms=() if reasons else tuple(_forms(config, dtype, checkpoint)),
         targets=targets,
         adapter_bytes=sum(_adapter_size(target) for target in targets) * dtype.itemsize,
     )
 
 
 # ----------------------------------------------------------------------------------------------------------- the files
+
+
+def _read(path: Path, is_remote: bool, name: str, revision: str | None) -> _Found:
+    """What can be read, and reasons for the rest."""
+    reasons, raw, config = list[str](), dict[str, Any](), None
+    headers: dict[str, TensorHeader] = {}
+    try:
+        if path.is_file():
+            file = GgufFile(path)
+            headers, raw = gguf_headers(file), file.config()
+        elif is_remote:
+            headers = headers_of(fetch_headers(name, revision))
+        else:
+            headers = read_headers(path)
+    except ModelError as error:
+        reasons.append(error.message)
+    try:
+        raw = raw or ({} if path.is_file() else read_config(path))
+        if raw:
+            _check_sizes(raw, headers)
+            config = ModelConfig.from_dict(raw, source=str(path if path.is_file() else path / CONFIG_FILE))
+    except ModelConfigError as error:
+        reasons.insert(0, error.message)
+    return _Found(path, is_remote, reasons, raw, headers, config)
 
 
 def _text(value: Any) -> str:
@@ -242,6 +269,8 @@ def _checkpoint_facts(headers: Mapping[str, TensorHeader]) -> dict[str, Any]:
 
 def _text_facts(directory: Path) -> dict[str, Any]:
     """Of the tokenizer and chat templates, by their files."""
+    if directory.is_file():
+        return {"tokenizer": "of the GGUF file"}
     found = [TOKENIZER_FILE] if (directory / TOKENIZER_FILE).is_file() else other_files(directory)
     try:
         templates = tuple(sorted(read_chat_templates(directory)))
@@ -261,18 +290,21 @@ def _check_sizes(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) ->
                 raise ModelConfigError(f"config.json: {key} is {value}, and with these weights at most {limit} can be")
 
 
-def _weight_reasons(checkpoint: Checkpoint, model: Decoder, headers: Mapping[str, TensorHeader]) -> Iterator[str]:
-    """What a load would refuse the weights for: names, shapes, dtypes."""
-    parts = list(model.weight_parts())
-    try:
-        checkpoint.check_names([part.name for part in parts], headers)
-    except ModelError as error:
-        yield error.message
-    for part in parts:
+def _weight_reasons(
+    checkpoint: Checkpoint | None, model: Decoder, config: ModelConfig, headers: Mapping[str, TensorHeader]
+) -> Iterator[str]:
+    """What a load would refuse the weights for: names, shapes, dtypes. Those of a form are judged by the form, which
+    looks at them where they are here."""
+    if checkpoint is not None:
+        try:
+            checkpoint.check(model.weighted_layers())
+            checkpoint.keep_integers(model.weighted_layers(), (), None, model.dtype)
+        except ModelError as error:
+            yield error.message
+    for part in () if config.form is not None else model.weight_parts():
         header = headers.get(part.name)
         if header is not None and header.shape != part.shape:
-            text = f"weight {part.name} has shape {header.shape}, the model's config.json asks for {part.shape}"
-            yield text
+            yield f"weight {part.name} has shape {header.shape}, the model's config.json asks for {part.shape}"
         elif header is not None and header.dtype not in READABLE:
             yield f"weight {part.name} has dtype {shown(header.dtype)}; only {', '.join(READABLE)} are read"
 
@@ -306,21 +338,18 @@ def _adapter_size(target: TargetFact) -> int:
     return target.num_modules * USUAL_RANK * (target.in_features + target.out_features)
 
 
-def _forms(config: ModelConfig, dtype: torch.dtype) -> Iterator[ServedForm]:
-    name = str(dtype).removeprefix("torch.")
+def _forms(config: ModelConfig, dtype: torch.dtype, checkpoint: Checkpoint | None) -> Iterator[ServedForm]:
     cpu = get_backend("auto", torch.device("cpu"))
-    num_bytes_of = _plain_bytes if cpu.packed_format is None else partial(_packed_bytes, cpu)
-    for quantization in (None, *cpu.quantizations):
-        num_bytes = _kept_bytes(_shapes(config, cpu, dtype, quantization), num_bytes_of)
-        yield ServedForm("cpu", cpu.name, name, quantization or "", num_bytes)
-    for quantization in (None, *quantizations_of(GPU_CAPABILITY)):
-        model = _shapes(config, get_backend("reference", META), dtype, quantization)
-        yield ServedForm("cuda", "triton", name, quantization or "", _kept_bytes(model, _quantized_bytes))
-
-
-def _kept_bytes(model: Decoder, num_bytes_of: NumBytes) -> int:
-    """Of all weights as a step reads them."""
-    return sum(_layer_bytes(layer, num_bytes_of) for layer in model.weighted_layers())
+    packed = _plain_bytes if cpu.packed_format is None else partial(_packed_bytes, cpu)
+    gpu = get_backend("reference", META), quantizations_of(GPU_CAPABILITY), "cuda", "triton", _quantized_bytes
+    for ops, quantizations, device, kernels, num_bytes_of in ((cpu, cpu.quantizations, "cpu", cpu.name, packed), gpu):
+        for quantization in (None, *quantizations):
+            model = _shapes(config, ops, dtype, quantization)
+            layers, kept = model.weighted_layers(), str(dtype).removeprefix("torch.")
+            if checkpoint is not None:
+                kept = checkpoint.keep_integers(layers, quantizations, quantization, dtype) or quantization or kept
+            num_bytes = sum(_layer_bytes(layer, num_bytes_of) for layer in layers)
+            yield ServedForm(device, kernels, quantization or "", kept.rpartition("kept as ")[2], num_bytes)
 
 
 def _layer_bytes(layer: WeightedLayer, num_bytes_of: NumBytes) -> int:

@@ -131,12 +131,14 @@ def _place(checkpoint: Path) -> str:
 
 
 def _fingerprint(checkpoint: Path) -> str:
-    """Changes when a file of the checkpoint does: names, sizes and times of the weights, the content of config.json."""
-    digest = hashlib.sha256()
-    for file in sorted(checkpoint.glob("*.safetensors*")):
+    """Changes when a file of the checkpoint does: names, sizes and times of the weights, the content of config.json.
+    A GGUF file has its config in it."""
+    digest, is_one = hashlib.sha256(), checkpoint.is_file()
+    for file in [checkpoint] if is_one else sorted(checkpoint.glob("*.safetensors*")):
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    digest.update((checkpoint / "config.json").read_bytes())
+    if not is_one:
+        digest.update((checkpoint / "config.json").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -9,13 +9,19 @@ from typing import Any
 
 from loraplex.errors import ModelNotFoundError, ModelWeightError
 
+GGUF_SUFFIX = ".gguf"
+MAX_NAMED = 8
+"""So many files are named by one error."""
+
 DESCRIPTION_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*tiktoken*"]
 HUB_PATTERNS = ["*.safetensors", *DESCRIPTION_PATTERNS]
 HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights in other formats
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """A local directory as it is, or a hub id (`org/name`), fetched. Raises ModelNotFoundError, which says why."""
+    """A local directory or GGUF file as it is, or a hub id (`org/name`), fetched; the GGUF file of a directory that
+    has no safetensors. Raises ModelNotFoundError, which says why.
+    """
     return local_model(name) or _fetch(name, revision)
 
 
@@ -41,15 +47,31 @@ def fetch_headers(name: str, revision: str | None = None) -> Mapping[str, Any]:
 
 
 def local_model(name: str) -> Path | None:
-    """The directory of that name; None for what may be a hub id. Raises ModelNotFoundError for what is neither."""
+    """The directory or file of that name; None for what may be a hub id. ModelNotFoundError for what is neither."""
     path = Path(name).expanduser()
     if path.is_dir():
+        return _gguf_in(path) or path
+    if path.suffix == GGUF_SUFFIX and path.is_file():
         return path
     if path.exists():
-        raise ModelNotFoundError(f"model {name!r} is a file; give the directory with config.json and the weights")
+        raise ModelNotFoundError(
+            f"model {name!r} is a file that is no GGUF; give the directory with config.json and the weights"
+        )
     if path.is_absolute() or name.startswith((".", "~")) or not 0 < name.count("/") + 1 <= 2:
         raise ModelNotFoundError(f"model {name!r}: there is no such directory")
     return None
+
+
+def _gguf_in(directory: Path) -> Path | None:
+    if any(directory.glob("*.safetensors*")):
+        return None
+    files = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
+    if len(files) > 1:
+        raise ModelNotFoundError(
+            f"model {str(directory)!r} has several GGUF files; give one of them: "
+            + ", ".join(file.name for file in files[:MAX_NAMED])
+        )
+    return files[0] if files else None
 
 
 def _fetch(name: str, revision: str | None, patterns: list[str] = HUB_PATTERNS) -> Path:

@@ -29,6 +29,7 @@ from loraplex.kernels.native.linear import (
     PanelWeight,
     embedding,
     linear,
+    pack_integers,
     pack_linear,
     pack_panels,
     panel_rows,
@@ -37,6 +38,7 @@ from loraplex.kernels.native.linear import (
 )
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.reference import Int8Weight
 from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule
@@ -167,7 +169,9 @@ class NativeBackend(TorchBackend):
             return self._recorder.scale_input(x, table, row)
         lora.scale_input(self.library, x, plan, table, row, self.num_threads)
 
-    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
+    def prepare_linear(self, weight: torch.Tensor | Int8Weight, quantization: str | None = None) -> Any:
+        if isinstance(weight, Int8Weight):
+            return pack_integers(weight)
         dtype = torch.int8 if quantization == "int8" else weight.dtype
         return pack_linear(self.library, weight, dtype, self.num_threads)
 

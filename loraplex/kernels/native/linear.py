@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.reference import Int8Weight
 
 PANEL = 16
 PACKED_FORMAT = "panels16.1"
@@ -63,6 +65,17 @@ def pack_linear(library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype
         num_threads,
     )
     return packed
+
+
+def pack_integers(weight: Int8Weight) -> PanelWeight:
+    """The panels of integers and scales as they are."""
+    out_features, in_features = weight.q.shape
+    num_panels, num_pairs = -(-out_features // PANEL), -(-in_features // 2)
+    panels = torch.empty(num_panels, num_pairs, PANEL, 2, dtype=torch.int8)
+    q = F.pad(weight.q, (0, 2 * num_pairs - in_features, 0, num_panels * PANEL - out_features))
+    panels.copy_(q.view(num_panels, PANEL, num_pairs, 2).transpose(1, 2))
+    scale = weight.scale.to(torch.float32).contiguous()
+    return PanelWeight.over(panels.view(num_panels, 2 * num_pairs, PANEL), scale, out_features, in_features)
 
 
 def panel_shape(out_features: int, in_features: int) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from loraplex.core import LoraSlice
 from loraplex.errors import ConfigError, EngineError
 from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.reference import Int8Weight
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import WeightRule
@@ -163,7 +164,9 @@ class TritonBackend(GpuPacking, TorchBackend):
             )
         return super().activation_dtype(weight_dtype)
 
-    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
+    def prepare_linear(self, weight: torch.Tensor | Int8Weight, quantization: str | None = None) -> Any:
+        if isinstance(weight, Int8Weight):
+            return QuantizedWeight.kept(weight)
         if quantization is None:
             return super().prepare_linear(weight)
         return QuantizedWeight.of(weight, quantization)
