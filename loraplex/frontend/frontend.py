@@ -30,9 +30,9 @@ from loraplex.frontend.adapter_updates import AdapterUpdates
 from loraplex.structured.judge import FormJudge
 from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.adapter_text import AdapterTexts
+from loraplex.text.conversion import has_tokenizer
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
-from loraplex.text.conversion import has_tokenizer
 from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
 
 if TYPE_CHECKING:

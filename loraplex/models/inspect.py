@@ -20,9 +20,9 @@ from loraplex.kernels.protocols import KernelBackend
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.layers.common import WeightedLayer
 from loraplex.layers.linear import ParallelLinear, ParallelLMHead, VocabParallelEmbedding
+from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.headers import CONFIG_FILE, TensorHeader, gguf_headers, headers_of, read_config, read_headers
 from loraplex.models.loader import Checkpoint
 from loraplex.models.source import fetch_description, fetch_headers, local_model
@@ -345,9 +345,9 @@ def _forms(config: ModelConfig, dtype: torch.dtype, checkpoint: Checkpoint | Non
     for ops, quantizations, device, kernels, num_bytes_of in ((cpu, cpu.quantizations, "cpu", cpu.name, packed), gpu):
         for quantization in (None, *quantizations):
             model = _shapes(config, ops, dtype, quantization)
-            layers, kept = model.weighted_layers(), str(dtype).removeprefix("torch.")
+            layers, kept = model.weighted_layers(), quantization or str(dtype).removeprefix("torch.")
             if checkpoint is not None:
-                kept = checkpoint.keep_integers(layers, quantizations, quantization, dtype) or quantization or kept
+                kept = checkpoint.keep_integers(layers, quantizations, quantization, dtype) or kept
             num_bytes = sum(_layer_bytes(layer, num_bytes_of) for layer in layers)
             yield ServedForm(device, kernels, quantization or "", kept.rpartition("kept as ")[2], num_bytes)
 
