@@ -27,7 +27,8 @@ from loraplex.kernels.protocols import LinearWeight
 from loraplex.layers.common import LayerSetup, WeightPart
 
 META = torch.device("meta")
-HEAD_QUANTIZATIONS = ("int8",)
+HEAD_QUANTIZATIONS = {"int8": "int8", "int4": "int8"}
+"""What the output head is quantised to; with fp8 it stays as it is."""
 
 
 class ParallelLinear:
@@ -394,7 +395,7 @@ class ParallelLMHead:
 
 
 def _head_quantization(setup: LayerSetup) -> str | None:
-    return setup.quantization if setup.quantization in HEAD_QUANTIZATIONS else None
+    return None if setup.quantization is None else HEAD_QUANTIZATIONS.get(setup.quantization)
 
 
 def _vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor:

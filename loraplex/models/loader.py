@@ -22,7 +22,6 @@ from loraplex.config import EngineConfig
 from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ConfigError, ModelWeightError
 from loraplex.kernels.protocols import KernelBackend
-from loraplex.kernels.reference import SPECIFICATIONS
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
@@ -92,7 +91,7 @@ def load_model(
         DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config, merged)
     )
     if ranks.shard.size > 1:
-        model.whole_weights = WholeWeights(source, layers)
+        model.whole_weights = WholeWeights(source, layers, ops)
     source.load_into(layers, progress or _no_progress)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of layers as they came; what is free is measured next
@@ -120,9 +119,10 @@ class _Counted:
 class WholeWeights:
     """What adapters ask of a base of several ranks: read again each time, so that no rank keeps more than its share."""
 
-    def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer]) -> None:
-        """The layers have no memory yet."""
+    def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer], ops: KernelBackend) -> None:
+        """The layers have no memory yet. ops: what each rank quantises its part with."""
         self._source = source
+        self._ops = ops
         parts = [part for layer in layers for part in layer.weight_parts()]
         self._parts = {part.name: replace(part, destination=_shape(part)) for part in parts}
         self._own_widths = {part.name: part.destination.shape[-1] for part in parts}
@@ -140,13 +140,14 @@ class WholeWeights:
         """As `ParallelLinear.row_norms`, of whole rows; each rank has quantised its own part of them."""
         name = f"{module_name}.weight"
         weight = self._source.whole(self._parts[name])
-        if quantization is not None:
-            kept = [SPECIFICATIONS[quantization].of(part) for part in torch.split(weight, self._own_widths[name], 1)]
-            weight = torch.cat([each.rows(0, len(weight)) for each in kept], dim=1)
-        weight = weight.float()
-        rows = torch.addmm(weight, lora_b.float(), lora_a.float(), alpha=scaling)
-        norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
-        return norms
+        a, b = lora_a.float(), lora_b.float()
+        if quantization is None:
+            return self._ops.row_norms(weight, 0, len(weight), a, b, scaling)
+        width, squares = self._own_widths[name], torch.zeros(len(weight))
+        for own, own_a in zip(weight.split(width, 1), a.split(width, 1), strict=True):
+            kept = self._ops.prepare_linear(own.contiguous(), quantization)
+            squares += self._ops.row_norms(kept, 0, len(weight), own_a, b, scaling).square()
+        return squares.sqrt()
 
 
 def _shape(part: WeightPart) -> torch.Tensor:
