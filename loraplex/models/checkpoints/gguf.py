@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import ModelConfigError, ModelWeightError, shown
-from loraplex.kernels.reference import QuantizedSpecification
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.models.checkpoints.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
 from loraplex.models.checkpoints.gguf_file import GgufHeader, GgufTensor
 
