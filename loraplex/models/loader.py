@@ -20,12 +20,11 @@ from loraplex.adapters.merging.base import MergedAdapter
 from loraplex.config import EngineConfig
 from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ConfigError, ModelWeightError
-from loraplex.kernels.protocols import KernelBackend
-from loraplex.kernels.reference import SPECIFICATIONS
+from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.layers.linear import ParallelLinear
 from loraplex.models.checkpoints.files import CheckpointFiles, open_files
-from loraplex.models.checkpoints.stored import StoredWeight, share_of, stacked
+from loraplex.models.checkpoints.stored import KeptForm, Share, StoredWeight, stacked
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.packed_cache import PackedCache, checkpoint_name
@@ -93,12 +92,12 @@ def load_model(
     layers = model.weighted_layers()
     checkpoint = Checkpoint(Path(path), config, merged)
     if load_format == "auto":
-        model.weights_form = checkpoint.keep_integers(layers, ops.quantizations, quantization, dtype)
+        model.weights_form = checkpoint.keep_integers(layers, ops, quantization, dtype)
     if load_format == "auto" and packed_cache is not None and packed_cache.restore(layers):
         return model
     source: WeightSource = DummyWeights(seed, device) if load_format == "dummy" else checkpoint
     if ranks.shard.size > 1:
-        model.whole_weights = WholeWeights(source, layers)
+        model.whole_weights = WholeWeights(source, layers, ops)
     source.load_into(layers, progress or _no_progress)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of layers as they came; what is free is measured next
@@ -126,9 +125,10 @@ class _Counted:
 class WholeWeights:
     """What adapters ask of a base of several ranks: read again each time, so that no rank keeps more than its share."""
 
-    def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer]) -> None:
-        """The layers have no memory yet."""
+    def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer], ops: KernelBackend) -> None:
+        """The layers have no memory yet. ops: what each rank quantises its part with."""
         self._source = source
+        self._ops = ops
         parts = [part for layer in layers for part in layer.weight_parts()]
         kept = [layer for layer in layers if isinstance(layer, ParallelLinear) and layer.is_kept]
         self._kept = {part.name for layer in kept for part in layer.weight_parts()}
@@ -148,13 +148,14 @@ class WholeWeights:
         """As `ParallelLinear.row_norms`, of whole rows; each rank has quantised its own part of them."""
         name = f"{module_name}.weight"
         weight = self._source.whole(self._parts[name])
-        if quantization is not None and name not in self._kept:
-            kept = [SPECIFICATIONS[quantization].of(part) for part in torch.split(weight, self._own_widths[name], 1)]
-            weight = torch.cat([each.rows(0, len(weight)) for each in kept], dim=1)
-        weight = weight.float()
-        rows = torch.addmm(weight, lora_b.float(), lora_a.float(), alpha=scaling)
-        norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
-        return norms
+        a, b = lora_a.float(), lora_b.float()
+        if quantization is None or name in self._kept:
+            return self._ops.row_norms(weight, 0, len(weight), a, b, scaling)
+        width, squares = self._own_widths[name], torch.zeros(len(weight))
+        for own, own_a in zip(weight.split(width, 1), a.split(width, 1), strict=True):
+            kept = self._ops.prepare_linear(own.contiguous(), quantization)
+            squares += self._ops.row_norms(kept, 0, len(weight), own_a, b, scaling).square()
+        return squares.sqrt()
 
     def _shape(self, part: WeightPart) -> torch.Tensor:
         """In float32 where the checkpoint's own numbers are kept."""
@@ -174,45 +175,48 @@ class Checkpoint:
         self._merged = merged
 
     def keep_integers(
-        self, layers: Sequence[WeightedLayer], quantizations: Sequence[str], asked: str | None, dtype: torch.dtype
+        self, layers: Sequence[WeightedLayer], ops: LayerOps, asked: str | None, dtype: torch.dtype
     ) -> str:
         """Linears whose weights the kernels read in the checkpoint's own integers will have these. Says what is kept
         how; "" for a checkpoint of plain floats.
 
-        quantizations: what the kernels read; asked: the one of other linears; None: they are of `dtype`, and in float32
-        all are: it is exact, and kernels of integers round activations.
+        asked: the quantization of other linears; None: they are of `dtype`, and in float32 all are: it is exact, and
+        kernels of integers round activations.
         """
         with open_files(self.path, self.config.form) as files:
             if not files.title:
                 return ""
             linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
-            can_keep = asked is None and dtype != torch.float32
+            can_keep, kept = asked is None and dtype != torch.float32, Counter[str]()
             for linear in linears:
-                kept = self._kept(linear, files)
-                if kept is not None and kept in quantizations and (asked == kept or can_keep):
-                    linear.keep_integers(kept)
+                form = self._kept(linear, files)
+                if form is not None and (form.quantization == asked or can_keep) and form.is_read_by(ops):
+                    linear.keep_integers(form.quantization)
+                    kept[str(form)] += 1
             title = files.title
-        kept = Counter(linear.quantization for linear in linears if linear.is_kept)
-        parts = [f"{count} linears in its own {form} numbers" for form, count in kept.items()]
+        parts = [f"{count} linears in its own {form}" for form, count in kept.items()]
         if rest := len(linears) - kept.total():
             parts.append(f"{rest} linears in {asked or str(dtype).removeprefix('torch.')}")
         return f"weights: {title} checkpoint, kept as {', '.join(parts)}"
 
-    def _kept(self, linear: ParallelLinear, files: CheckpointFiles) -> str | None:
-        """The one quantization of all weights of a linear; None: they have none, or several, or are changed."""
-        forms: set[str | None] = set()
+    def _kept(self, linear: ParallelLinear, files: CheckpointFiles) -> KeptForm | None:
+        """The one form of all weights of a linear; None: there is none, or several, or a rank's share cuts a group."""
+        forms: set[KeptForm | None] = set()
         for part in linear.weight_parts():
             if part.name.endswith(".weight"):
-                stored = files.stored(part.name, part.shape)
-                is_changed = self._merged is not None and part.name.removesuffix(".weight") in self._merged.layers
-                forms.add(None if stored is None or is_changed else stored.kept)
+                stored = None if self._is_changed(part) else files.stored(part.name, part.shape)
+                form = None if stored is None else stored.kept
+                forms.add(form if form is not None and form.has_share(Share.of(part)) else None)
         return forms.pop() if len(forms) == 1 else None
 
     def check(self, layers: Sequence[WeightedLayer]) -> None:
         """Raises ModelWeightError for weights that are missing or not used; no tensor is read."""
         with open_files(self.path, self.config.form) as files:
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
+
+    def _is_changed(self, part: WeightPart) -> bool:
+        return self._merged is not None and part.name.rpartition(".")[0] in self._merged.layers
 
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
         """As WeightSource; all names are checked before the first byte is copied."""
@@ -232,8 +236,7 @@ class Checkpoint:
 
     def _load(self, part: WeightPart, files: CheckpointFiles) -> None:
         stored = files.stored(part.name, part.shape)
-        is_changed = self._merged is not None and part.name.rpartition(".")[0] in self._merged.layers
-        if stored is not None and not is_changed and part.destination.shape == torch.Size(part.shape):
+        if stored is not None and not self._is_changed(part) and part.destination.shape == torch.Size(part.shape):
             _widen(stored, part.destination)
             return
         tensor = files.tensor(part.name) if stored is None else stored.rows(0, part.shape[0])
@@ -246,10 +249,9 @@ class Checkpoint:
             if stored is None:
                 self._load(part, files)
             else:
-                kept.append(share_of(stored.integers(), part.cut))
+                kept.append(Share.of(part).cut(stored.integers()))
             counted.add(part)
         linear.load_integers(stacked(kept, linear.device))
-        linear.prepare()
 
     def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         with open_files(self.path, self.config.form) as files:

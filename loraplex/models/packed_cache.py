@@ -31,7 +31,13 @@ MIN_BYTES = 64 * 2**20
 ALIGNMENT = 64
 """Bytes to which panels are aligned in the file, so that no vector crosses a cache line."""
 
-DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
 """As safetensors writes them."""
 
 _UNFINISHED = re.compile(r"\.(\d+)(-\d+)?\.tmp$")

@@ -70,7 +70,7 @@ class Awq:
 
         zero = _columns(zero_words)
         return Affine(
-            shape=shape, q=rows, scale=scales.t(), zero=zero if bool(zero.any()) else None, group_size=size
+            shape=shape, q=rows, scale=scales.t(), bits=4, zero=zero if bool(zero.any()) else None, group_size=size
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import ModelWeightError
-from loraplex.kernels.reference import QuantizedSpecification
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.models.checkpoints.stored import Affine, StoredWeight, Tensors, ceil_div, refused, tensor_of
 
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
@@ -46,7 +46,7 @@ class Bitsandbytes:
         if "SCB" in tensors:
             q = tensor_of(module, "weight", tensors, (torch.int8,), shape)
             scale = tensor_of(module, "SCB", tensors, (torch.float32,), (shape[0],))[:, None] / 127
-            return Affine(shape=shape, q=lambda first, last: q[first:last], scale=scale)
+            return Affine(shape=shape, q=lambda first, last: q[first:last], scale=scale, bits=8)
         return _four_bits(module, shape, tensors)
 
 

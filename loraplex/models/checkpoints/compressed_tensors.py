@@ -81,7 +81,8 @@ class CompressedTensors:
         scale = tensor_of(module, "weight_scale", tensors, FLOATS)
         zero = self._zeros(module, tensors, tuple(scale.shape))
         if scale.dim() == 2 and scale.shape[0] == shape[0] and scale.shape[1] > 1 and self.block is None:
-            return self._grouped(module, shape, lambda first, last: q[first:last], scale, zero, tensors, q.dtype)
+            bits = 0 if q.is_floating_point() else 8
+            return self._grouped(module, shape, lambda first, last: q[first:last], scale, zero, tensors, bits)
         return scaled(module, q, "weight_scale", tensors, self.block, zero)
 
     def _packed(self, module: str, shape: tuple[int, int], tensors: Tensors) -> StoredWeight:
@@ -108,7 +109,7 @@ class CompressedTensors:
         if scale.dim() != 2 or len(scale) != out:
             raise refused(module, "weight_scale", scale, f"({out}, groups)")
         zero = self._packed_zeros(module, tensors, bits, tuple(scale.shape))
-        return self._grouped(module, shape, rows, scale, zero, tensors, torch.int8)
+        return self._grouped(module, shape, rows, scale, zero, tensors, bits)
 
     def _grouped(
         self,
@@ -118,11 +119,11 @@ class CompressedTensors:
         scale: Tensor,
         zero: Tensor | None,
         tensors: Tensors,
-        dtype: torch.dtype,
+        bits: int,
     ) -> Affine:
         num_groups, depth = scale.shape[1], shape[1]
         if num_groups == 1:
-            return Affine(shape=shape, q=q, scale=scale, zero=zero, is_integer=dtype == torch.int8)
+            return Affine(shape=shape, q=q, scale=scale, zero=zero, bits=bits)
         group_of = group_index(module, "weight_g_idx", tensors, depth, num_groups)
         fitting = [size for size in self.group_sizes if ceil_div(depth, size) == num_groups]
         if len(fitting) != 1 and group_of is None:
@@ -137,7 +138,7 @@ class CompressedTensors:
             zero=zero,
             group_size=size,
             group_of=group_of,
-            is_integer=dtype == torch.int8,
+            bits=bits,
         )
 
     @staticmethod

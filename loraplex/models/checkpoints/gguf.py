@@ -13,16 +13,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from loraplex.errors import ModelConfigError, ModelWeightError, shown
-from loraplex.kernels.reference import QuantizedSpecification
-from loraplex.models.checkpoints.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
+from loraplex.kernels.quantized_weights import Int4Weight, Int8GroupWeight, QuantizedSpecification
+from loraplex.models.checkpoints.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, half
 from loraplex.models.checkpoints.gguf_file import GgufHeader, GgufTensor
+from loraplex.models.checkpoints.stored import KeptForm
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """general.architecture -> model_type."""
@@ -60,15 +61,26 @@ class BlockWeight:
     type_id: int
     order: Tensor | None
 
-    kept: ClassVar[None] = None
+    @property
+    def kept(self) -> KeptForm | None:
+        kind = BLOCK_TYPES[self.type_id]
+        return KeptForm(f"int{kind.bits}", kind.size) if kind.bits else None
 
     def rows(self, first: int, last: int) -> Tensor:
-        kind = BLOCK_TYPES[self.type_id]
-        rows = self.raw[first:last] if self.order is None else self.raw[self.order[first:last]]
-        return kind.numbers(rows.reshape(-1, kind.num_bytes)).view(last - first, self.shape[1])
+        return BLOCK_TYPES[self.type_id].numbers(self._blocks(first, last)).view(last - first, self.shape[1])
 
     def integers(self) -> QuantizedSpecification:
-        raise AssertionError("blocks of GGUF are not kept as they are")
+        kind, blocks = BLOCK_TYPES[self.type_id], self._blocks(0, self.shape[0])
+        assert kind.bits, kind.name
+        q, scale = kind.of(blocks).reshape(self.shape), half(blocks, 0).view(self.shape[0], -1)
+        if kind.bits == 8:
+            return Int8GroupWeight.kept(q.contiguous(), scale, None, kind.size)
+        return Int4Weight.kept((q + 8).to(torch.uint8), scale, None, kind.size)
+
+    def _blocks(self, first: int, last: int) -> Tensor:
+        """uint8 [blocks, bytes]"""
+        rows = self.raw[first:last] if self.order is None else self.raw[self.order[first:last]]
+        return rows.reshape(-1, BLOCK_TYPES[self.type_id].num_bytes)
 
 
 class GgufFile:

@@ -25,15 +25,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """numbers: uint8 [n, num_bytes] -> float32 [n, size]"""
+    """of: uint8 [n, num_bytes] -> float32 [n, size], or, where bits is not 0, integers of so many bits (4 or 8), which
+    times d, the float16 at the block's beginning, are the numbers: int8 [n, size].
+    """
 
     name: str
     size: int
     num_bytes: int
-    numbers: Callable[[Tensor], Tensor]
+    of: Callable[[Tensor], Tensor]
+    bits: int = 0
+
+    def numbers(self, blocks: Tensor) -> Tensor:
+        """uint8 [n, num_bytes] -> float32 [n, size]"""
+        return half(blocks, 0) * self.of(blocks).float() if self.bits else self.of(blocks)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
+def half(blocks: Tensor, at: int) -> Tensor:
     """The float16 at byte `at` of each block, float32 [n, 1]"""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
@@ -50,23 +57,23 @@ def _high_bits(bits: Tensor) -> Tensor:
 
 
 def q8_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * b[:, 2:].view(torch.int8).float()
+    return b[:, 2:].view(torch.int8)
 
 
 def q4_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_nibbles(b[:, 2:]).float() - 8)
+    return _nibbles(b[:, 2:]).to(torch.int8) - 8
 
 
 def q4_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * _nibbles(b[:, 4:]).float() + _half(b, 2)
+    return half(b, 0) * _nibbles(b[:, 4:]).float() + half(b, 2)
 
 
 def q5_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * ((_nibbles(b[:, 6:]) | _high_bits(b[:, 2:6])).float() - 16)
+    return (_nibbles(b[:, 6:]) | _high_bits(b[:, 2:6])).to(torch.int8) - 16
 
 
 def q5_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_nibbles(b[:, 8:]) | _high_bits(b[:, 4:8])).float() + _half(b, 2)
+    return half(b, 0) * (_nibbles(b[:, 8:]) | _high_bits(b[:, 4:8])).float() + half(b, 2)
 
 
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +87,7 @@ def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
 def _of_32(b: Tensor, q: Tensor) -> Tensor:
     """q [n, 8, 32] with the scales and minima at the block's beginning"""
     scales, minima = _scales_and_minima(b[:, 4:16])
-    return ((_half(b, 0) * scales)[..., None] * q.float() - (_half(b, 2) * minima)[..., None]).flatten(1)
+    return ((half(b, 0) * scales)[..., None] * q.float() - (half(b, 2) * minima)[..., None]).flatten(1)
 
 
 def _low_nibbles(q: Tensor) -> Tensor:
@@ -104,16 +111,16 @@ def q6_k(b: Tensor) -> Tensor:
     low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 8, 32)
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).view(-1, 8, 32)
     q = (low | (high << 4)).view(-1, 16, 16).to(torch.int8) - 32
-    scales = _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
+    scales = half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
     return (scales[..., None] * q.float()).flatten(1)
 
 
 BLOCK_TYPES: Mapping[int, BlockType] = {
-    2: BlockType("Q4_0", 32, 18, q4_0),
+    2: BlockType("Q4_0", 32, 18, q4_0, 4),
     3: BlockType("Q4_1", 32, 20, q4_1),
-    6: BlockType("Q5_0", 32, 22, q5_0),
+    6: BlockType("Q5_0", 32, 22, q5_0, 8),
     7: BlockType("Q5_1", 32, 24, q5_1),
-    8: BlockType("Q8_0", 32, 34, q8_0),
+    8: BlockType("Q8_0", 32, 34, q8_0, 8),
     12: BlockType("Q4_K", 256, 144, q4_k),
     13: BlockType("Q5_K", 256, 176, q5_k),
     14: BlockType("Q6_K", 256, 210, q6_k),

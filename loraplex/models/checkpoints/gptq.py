@@ -79,6 +79,7 @@ class Gptq:
             shape=shape,
             q=rows,
             scale=scales.t(),
+            bits=bits,
             zero=zero if bool(zero.any()) else None,
             group_size=size,
             group_of=group_of,

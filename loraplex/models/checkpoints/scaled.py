@@ -73,7 +73,7 @@ def scaled(
 ) -> Affine:
     """q [out, in] with a scale for the tensor, for each row, or for each block."""
     scale = tensor_of(module, suffix, tensors, SCALES).float()
-    (out, depth), is_integer = q.shape, not q.is_floating_point()
+    (out, depth), bits = q.shape, 0 if q.is_floating_point() else 8
 
     def rows(first: int, last: int) -> Tensor:
         return q[first:last]
@@ -81,11 +81,11 @@ def scaled(
     if scale.numel() == 1:
         of_all = None if zero is None else zero.reshape(1, 1)
         return Affine(
-            shape=(out, depth), q=rows, scale=scale.reshape(1, 1), zero=of_all, row_block=out, is_integer=is_integer
+            shape=(out, depth), q=rows, scale=scale.reshape(1, 1), zero=of_all, row_block=out, bits=bits
         )
     if tuple(scale.shape) in ((out,), (out, 1)):
         of_rows = None if zero is None else zero.reshape(out, 1)
-        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(out, 1), zero=of_rows, is_integer=is_integer)
+        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(out, 1), zero=of_rows, bits=bits)
     if block is None:
         raise refused(module, suffix, scale, f"one number, ({out},) or ({out}, 1): no block size is set")
     wanted = ceil_div(out, block[0]), ceil_div(depth, block[1])
@@ -94,4 +94,4 @@ def scaled(
     if zero is not None:
         raise ModelWeightError(f"weight {module}.weight has zero points for blocks, which is not supported")
     sizes = {"row_block": block[0], "group_size": block[1]}
-    return Affine(shape=(out, depth), q=rows, scale=scale, is_integer=is_integer, **sizes)
+    return Affine(shape=(out, depth), q=rows, scale=scale, bits=bits, **sizes)
