@@ -84,10 +84,10 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
 
 
 def gguf_headers(file: GgufFile) -> dict[str, TensorHeader]:
-    """Every tensor of a GGUF file, under the file's names; dtypes are ggml's types."""
+    """Every tensor of a GGUF file; dtypes are ggml's types."""
     return {
         name: TensorHeader(type_name(tensor.type_id), tensor.shape, file.num_bytes(tensor))
-        for name, tensor in file.header.tensors.items()
+        for name, tensor in file.tensors.items()
     }
 
 

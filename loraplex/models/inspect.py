@@ -200,6 +200,7 @@ def _judged(report: ModelReport, found: _Found, config: ModelConfig) -> ModelRep
     model = _shapes(config, get_backend("reference", META), dtype, None)
     checkpoint = None if found.is_remote else Checkpoint(found.path, config)
     reasons += _weight_reasons(checkpoint, model, config, found.headers)
+    form = "GGUF" if found.path.is_file() else "" if config.form is None else config.form.title
     targets = _targets(model)
     parts = {part.name: math.prod(part.shape) for part in model.weight_parts()}
     windows = Counter("all tokens" if w is None else f"{w} tokens" for w in config.sliding_windows)
@@ -207,13 +208,13 @@ def _judged(report: ModelReport, found: _Found, config: ModelConfig) -> ModelRep
         report,
         reasons=tuple(reasons[:MAX_REASONS]),
         num_parameters=sum(parts.values()),
-        checkpoint_form="GGUF" if found.path.is_file() else "" if config.form is None else config.form.title,
+        checkpoint_form=form,
         dtype=str(dtype).removeprefix("torch."),
         shape=_shape(config),
         max_model_len=config.max_model_len,
         sliding_windows=dict(windows),
         kv_token_bytes=math.prod(model.kv_shape(1, 1)) * dtype.itemsize,
-        forms=() if reasons else tuple(_forms(config, dtype, checkpoint)),
+        forms=() if reasons else tuple(_forms(config, dtype, checkpoint, found.headers, not form)),
         targets=targets,
         adapter_bytes=sum(_adapter_size(target) for target in targets) * dtype.itemsize,
     )
@@ -298,7 +299,7 @@ def _weight_reasons(
     if checkpoint is not None:
         try:
             checkpoint.check(model.weighted_layers())
-            checkpoint.keep_integers(model.weighted_layers(), (), None, model.dtype)
+            checkpoint.keep_integers(model.weighted_layers(), get_backend("reference", META), None, model.dtype)
         except ModelError as error:
             yield error.message
     for part in () if config.form is not None else model.weight_parts():
@@ -338,24 +339,40 @@ def _adapter_size(target: TargetFact) -> int:
     return target.num_modules * USUAL_RANK * (target.in_features + target.out_features)
 
 
-def _forms(config: ModelConfig, dtype: torch.dtype, checkpoint: Checkpoint | None) -> Iterator[ServedForm]:
+def _forms(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    checkpoint: Checkpoint | None,
+    headers: Mapping[str, TensorHeader],
+    is_plain: bool,
+) -> Iterator[ServedForm]:
+    """On this CPU, and of plain floats on a GPU of GPU_CAPABILITY."""
+    name = str(dtype).removeprefix("torch.")
     cpu = get_backend("auto", torch.device("cpu"))
-    packed = _plain_bytes if cpu.packed_format is None else partial(_packed_bytes, cpu)
-    gpu = get_backend("reference", META), quantizations_of(GPU_CAPABILITY), "cuda", "triton", _quantized_bytes
-    for ops, quantizations, device, kernels, num_bytes_of in ((cpu, cpu.quantizations, "cpu", cpu.name, packed), gpu):
-        for quantization in (None, *quantizations):
-            model = _shapes(config, ops, dtype, quantization)
-            layers, kept = model.weighted_layers(), quantization or str(dtype).removeprefix("torch.")
-            if checkpoint is not None:
-                kept = checkpoint.keep_integers(layers, quantizations, quantization, dtype) or kept
-            num_bytes = sum(_layer_bytes(layer, num_bytes_of) for layer in layers)
-            yield ServedForm(device, kernels, quantization or "", kept.rpartition("kept as ")[2], num_bytes)
+    num_bytes_of = _plain_bytes if cpu.packed_format is None else partial(_packed_bytes, cpu)
+    for quantization in (None, *cpu.quantizations):
+        layers, kept = _shapes(config, cpu, dtype, quantization).weighted_layers(), ""
+        if checkpoint is not None:
+            kept = checkpoint.keep_integers(layers, cpu, quantization, dtype).rpartition("kept as ")[2]
+        num_bytes = sum(_layer_bytes(layer, num_bytes_of, headers) for layer in layers)
+        yield ServedForm("cpu", cpu.name, quantization or "", kept or quantization or name, num_bytes)
+    for quantization in (None, *quantizations_of(GPU_CAPABILITY)) if is_plain else ():
+        layers = _shapes(config, get_backend("reference", META), dtype, quantization).weighted_layers()
+        num_bytes = sum(_layer_bytes(layer, _quantized_bytes, headers) for layer in layers)
+        yield ServedForm("cuda", "triton", quantization or "", quantization or name, num_bytes)
 
 
-def _layer_bytes(layer: WeightedLayer, num_bytes_of: NumBytes) -> int:
+def _layer_bytes(layer: WeightedLayer, num_bytes_of: NumBytes, headers: Mapping[str, TensorHeader]) -> int:
+    """Of its weights as a step reads them; of those that are kept as they are, what the file has."""
     match layer:
         case ParallelLinear():
             bias = 0 if layer.bias is None else layer.bias.nbytes
+            if layer.is_kept:
+                starts = tuple(f"{s.module_name}." for s in layer.target.slices)
+                kept = [
+                    h.nbytes for name, h in headers.items() if name.startswith(starts) and not name.endswith(".bias")
+                ]
+                return sum(kept) + bias
             return num_bytes_of(layer.weight, layer.quantization) + bias
         case ParallelLMHead() if layer.tied_to is not None and layer.quantization is None:
             return 0  # the embedding itself

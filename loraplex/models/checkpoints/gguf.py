@@ -106,6 +106,11 @@ class GgufFile:
         return tuple(self._of)
 
     @property
+    def tensors(self) -> Mapping[str, GgufTensor]:
+        """By `names`."""
+        return self._of
+
+    @property
     def title(self) -> str:
         """With the types of its matrices."""
         names = {type_name(tensor.type_id) for tensor in self._of.values() if len(tensor.shape) == 2}
