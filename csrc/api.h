@@ -25,7 +25,7 @@ struct AttentionStep {
   int64_t sequences, table_stride;
   int64_t block_stride;         // from KV block to KV block of one layer
   int32_t format, block_size, heads, kv_heads, head_dim, threads;
-  float scale;
+  float scale, softcap;  // scores are softcap * tanh(score / softcap); 0: as they are
 };
 
 // Arguments of loraplex_rotary_write_kv (RotaryCall in attention.py). Strides are elements, from token to token and
@@ -35,8 +35,8 @@ struct RotaryCall {
   const float *k, *v, *cos, *sin;
   const int64_t* kv_slots;  // [tokens]
   void* kv;
-  int64_t q_stride, k_stride, v_stride, block_stride, tokens;
-  int32_t format, block_size, heads, kv_heads, head_dim, threads;
+  int64_t q_stride, k_stride, v_stride, block_stride, rope_stride, tokens;
+  int32_t format, block_size, heads, kv_heads, head_dim, threads, rotary_dim, is_interleaved;
 };
 
 // What an adapter has for one slice of one linear: an entry of the slot table (loraplex/kernels/plan.py), a cache line.
@@ -100,13 +100,13 @@ struct TeamStats {
 // The operators that a program (loraplex/kernels/native/program.py) is made of, as `name` of Operator there.
 enum Operator : int32_t {
   kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kScaleInput,
-  kSumRanks, kOperators
+  kSumRanks, kLayerNorm, kAddScaled, kGelu, kOperators
 };
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.
 struct ProgramCall {
   int32_t op, threads;
-  float eps;
+  float eps, scale;
   void* at[6];
   int64_t size[4];
 };

@@ -168,7 +168,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
-_CONFIG_CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+_CONFIG_CLASSES = {
+    **{"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"},
+    **{"cohere2": "Cohere2Config", "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig", "glm4": "Glm4Config"},
+    **{"granite": "GraniteConfig", "olmo2": "Olmo2Config", "phi3": "Phi3Config", "smollm3": "SmolLM3Config"},
+    "starcoder2": "Starcoder2Config",
+}
 _BASE_OPTIONS: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
@@ -188,6 +193,17 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden_size / heads
+    "cohere2": {"num_hidden_layers": 3, "sliding_window": 24, "sliding_window_pattern": 3, "layer_norm_eps": 1e-5},
+    "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}
+    | {"final_logit_softcapping": 4.0},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    "glm4": {"head_dim": 32, "attention_bias": True},
+    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 1.5, "residual_multiplier": 0.7}
+    | {"logits_scaling": 1.3},
+    "olmo2": {},
+    "phi3": {"sliding_window": 24},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "starcoder2": {"norm_epsilon": 1e-5},
 }
 
 
@@ -527,7 +543,12 @@ def _plain(value: Any) -> Any:
 
 
 def _load_base(path: Path) -> torch.nn.Module:
-    model: torch.nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    """Attention is eager where scores have a soft cap, which scaled_dot_product_attention leaves out."""
+    transformers = _transformers()
+    is_capped = getattr(transformers.AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager" if is_capped else None
+    )
     return model
 
 

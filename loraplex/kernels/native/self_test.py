@@ -58,11 +58,26 @@ def _linear(dtype: torch.dtype, library: NativeLibrary) -> tuple[torch.Tensor, .
 def _rms_norm(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     heads = _draw(3, 200)[:, 10:].view(3, 2, 95)
     normed = glue.rms_norm(library, heads, _draw(95), 1e-6, 1)
-    return normed, *glue.add_rms_norm(library, _draw(2, 203), _draw(3, 203)[1:].clone(), _draw(203), 1e-5, 1)
+    summed = [
+        tensor
+        for scale in (1.0, 0.3)
+        for tensor in glue.add_rms_norm(library, _draw(2, 203), _draw(3, 203)[1:].clone(), _draw(203), 1e-5, scale, 1)
+    ]
+    return normed, *summed, glue.add_scaled(library, _draw(2, 203), _draw(3, 203)[1:].clone(), 0.3, 1)
+
+
+def _layer_norm(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    weight = _draw(203)
+    return tuple(glue.layer_norm(library, _draw(3, 203), weight, bias, 1e-5, 1) for bias in (None, weight.flip(0)))
 
 
 def _silu_mul(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     return (glue.silu_mul(library, 30 * _draw(3, 2 * 203), 1),)
+
+
+def _gelu(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    x = 3 * _draw(3, 2 * 203)
+    return tuple(glue.gelu(library, x, is_tanh, has_up, 1) for is_tanh in (False, True) for has_up in (False, True))
 
 
 def _ranking(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
@@ -148,20 +163,22 @@ def _one_prompt(tokens: int, block_size: int) -> AttentionPlan:
 
 
 def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """A prompt of 70 tokens, its keys in two blocks of 64 and more; every dtype of the cache."""
+    """A prompt of 70 tokens, its keys in two blocks of 64 and more; every dtype of the cache; with a soft cap and
+    positions of neighbours in a part of a head, too."""
     tokens, heads, kv_heads, head_dim, block_size = 70, 4, 2, 32, 16
     outputs = []
-    for dtype in KV_FORMATS:
+    for dtype, softcap in (*((dtype, None) for dtype in KV_FORMATS), (torch.float32, 2.0)):
         q, k, v = (
             _draw(tokens, heads, head_dim),
             _draw(tokens, kv_heads, head_dim),
             _draw(tokens + 1, kv_heads, head_dim),
         )
         kv_layer = torch.zeros(5, 2, kv_heads, block_size, head_dim, dtype=dtype)
-        angles = _draw(tokens, head_dim)
+        angles = _draw(tokens, head_dim if softcap is None else 20)
+        rope, is_interleaved = (angles.cos(), angles.sin()), softcap is not None
         plan = _one_prompt(tokens, block_size)
-        q = rotary_write_kv(library, q, k, v[1:], angles.cos(), angles.sin(), kv_layer, plan.kv_slot_mapping, 1)
-        outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1)]
+        q = rotary_write_kv(library, q, k, v[1:], *rope, kv_layer, plan.kv_slot_mapping, 1, is_interleaved)
+        outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1, softcap)]
     return tuple(outputs)
 
 
@@ -172,7 +189,8 @@ def _checksums(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 
 
 def _program(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """A layer of every operator but scale_input: adapters larger than their linear over one row, several and many."""
+    """A layer of every operator but scale_input and those of some families: adapters larger than their linear over one
+    row, several and many."""
     from loraplex.kernels.native.backend import NativeBackend  # which imports the library, and it this file
 
     hidden, heads, kv_heads, head_dim, block_size = 131, 2, 1, 16, 16
@@ -239,8 +257,10 @@ CASES: Mapping[str, Case] = {
     "rotary_write_kv, paged_attention": _attention,
     "program": _program,
     "ranks": _ranks,
-    "rms_norm": _rms_norm,
+    "rms_norm, add_scaled": _rms_norm,
+    "layer_norm": _layer_norm,
     "silu_mul": _silu_mul,
+    "gelu": _gelu,
     "argmax, top_k, logprobs": _ranking,
     "token weights": _weights,
     "checksums": _checksums,

@@ -204,6 +204,8 @@ class GgufFile:
             raise self._refuse("attention.value_length", f"only {head_dim}, as the keys have")
         if self._given("expert_count"):
             raise self._refuse("expert_count", "only models without experts")
+        if (num_layers := self._number("block_count")) > len(self._of):
+            raise self._refuse("block_count", f"at most {len(self._of)}, the number of tensors")
         embedding = self._of.get("model.embed_tokens.weight")
         if embedding is None:
             raise ModelConfigError(f"{self.header.path}: has no token_embd.weight")
@@ -212,7 +214,7 @@ class GgufFile:
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
             "intermediate_size": self._number("feed_forward_length"),
-            "num_hidden_layers": self._number("block_count"),
+            "num_hidden_layers": num_layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -265,7 +267,9 @@ class GgufFile:
         return "bfloat16"
 
     def _given(self, key: str, default: Any = None) -> Any:
-        return self.header.metadata.get(f"{self._arch}.{key}", default)
+        """A float32 is the shortest decimal that it is nearest to: 1e-05, as config.json has it."""
+        value = self.header.metadata.get(f"{self._arch}.{key}", default)
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def _number(self, key: str, default: int | None = None) -> int:
         value = self._given(key, default)
