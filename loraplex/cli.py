@@ -501,11 +501,17 @@ def repair_state(directory: Path, /) -> int:
 
 
 @app.command
-def doctor() -> int:
-    """Say what is installed, which kernels run here and why."""
+def doctor(*, url: str | None = None) -> int:
+    """Say what is installed, which kernels run here and why, and in which form a running server has its model.
+
+    Parameters
+    ----------
+    url
+        Address of a server: http://host:port or host:port.
+    """
     from loraplex.doctor import print_doctor
 
-    print_doctor()
+    print_doctor(url)
     return 0
 
 

@@ -1035,6 +1035,25 @@ def test_doctor(run: Run) -> None:
     assert "not installed" not in out
 
 
+def test_doctor_asks_a_server_for_the_form_of_its_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply: Any = {"version": "1.2", "backend": "native", "model": "llama; weights: int8, of bfloat16\x1b[31m"}
+    monkeypatch.setattr("loraplex.views.remote.RemoteServer.get_json", lambda self, path: reply)
+    code, out, _ = run("doctor", "--url", "127.0.0.1:1")
+    assert code == 0
+    assert (
+        "127.0.0.1:1: loraplex 1.2\n    model: llama; weights: int8, of bfloat16\\x1b[31m\n    kernels: native" in out
+    )
+    reply = {"version": "1.2"}
+    code, _, err = run("doctor", "--url", "127.0.0.1:1")
+    assert (code, "is no server of Loraplex of this version" in err) == (1, True)
+
+
+def test_doctor_without_an_answer(run: Run) -> None:
+    code, _, err = run("doctor", "--url", "127.0.0.1:1")
+    assert code == 1
+    assert "127.0.0.1:1 did not answer" in err
+
+
 def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = NoLibrary("they are not built; install g++")
     monkeypatch.setattr("loraplex.kernels.native.choice.open_library", lambda: nothing)

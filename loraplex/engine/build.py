@@ -184,13 +184,16 @@ def _info(
     device_choice: str,
 ) -> EngineInfo:
     dtype_name = model_config.effective_dtype(config.dtype)
+    kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    kept = f"{config.quantization}, of {dtype_name}" if config.quantization else dtype_name
+    form = f"{model_config.model_type}; {model.weights_form or f'weights: {kept}'}; KV cache: {kv_cache_dtype}"
     return EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
         dtype=dtype_name,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        kv_cache_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=kv_cache_dtype,
         adapter_memory_bytes=0 if memory.lora is None else memory.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
         vocab_size=model_config.vocab_size,
@@ -198,6 +201,7 @@ def _info(
         backend=backend.name,
         backend_description=backend.description,
         device=str(memory.arena.device),
+        form=form,
         choices=tuple(filter(None, (device_choice, memory.choice, model.weights_form))),
         long_contexts=None
         if config.lora is None

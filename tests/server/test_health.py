@@ -213,7 +213,10 @@ async def test_a_closing_server_is_503(client: httpx.AsyncClient, app: FastAPI) 
 
 async def test_version(client: httpx.AsyncClient) -> None:
     first, second = [(await client.get("/version")).json() for _ in range(2)]
-    assert first == second == {"version": loraplex.__version__, "backend": "fake", "instance": first["instance"]}
+    model = "llama; weights: float32; KV cache: float32"
+    instance = first["instance"]
+    version = {"version": loraplex.__version__, "backend": "fake", "model": model, "instance": instance}
+    assert first == second == version
     assert len(first["instance"]) == 16
 
 
