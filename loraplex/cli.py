@@ -37,6 +37,7 @@ app = App(
     name="loraplex",
     version=__version__,
     help="One base model in memory, thousands of LoRA adapters, any mix of them in one batch.",
+    help_format="plaintext",
     default_parameter=Parameter(negative_iterable=(), show_default=shown_default),
 )
 group_fields(KeySettings, "Security")

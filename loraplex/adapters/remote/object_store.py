@@ -10,7 +10,6 @@ AWS_ENDPOINT_URL, a role of the machine).
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import hashlib
 import logging
@@ -114,6 +113,7 @@ def fetch_objects(adapter: ObjectAdapter, folder: Path | None, max_bytes: int, t
 
     max_bytes: of all files together. Raises AdapterLoadError's kin, AdapterTooLargeError.
     """
+    import asyncio
 
     async def within() -> Path:
         async with asyncio.timeout(timeout_s):
@@ -129,6 +129,7 @@ def fetch_objects(adapter: ObjectAdapter, folder: Path | None, max_bytes: int, t
 
 def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TIMEOUT_S) -> list[str]:
     """The parts directly below a place that have something below them, from `start` on: one answer of the store."""
+    import asyncio
 
     async def within() -> list[str]:
         below = f"{place.key}/" if place.key else ""
