@@ -17,6 +17,9 @@ from loraplex.config import DTYPES
 from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.layers.common import ROPE_RULES, RopeParameters
+from loraplex.models.checkpoints.forms import form_of
+from loraplex.models.checkpoints.gguf import GgufFile
+from loraplex.models.checkpoints.stored import Form
 from loraplex.models.families import FAMILIES, NOT_SERVED, Family
 
 DEFAULT_ROPE_THETA = 10000.0
@@ -40,7 +43,6 @@ ACTIVATIONS: Mapping[str, str] = {
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
-    "quantization_config": (None, {}),
     "text_config": (None,),
     "vision_config": (None,),
     "add_cross_attention": (None, False),
@@ -98,7 +100,7 @@ class ModelConfig:
     None for no positions. activation: "silu", "gelu" or "gelu_tanh". Scores of attention are multiplied by
     `attention_scale`, logits by `logit_scale`; then a soft cap c makes c tanh(s / c) of them, None for none. What a
     block adds to the residual is multiplied by `residual_scale`, rows of the embedding by `embedding_scale`.
-    `dtype` is the checkpoint's, "" when config.json does not say.
+    `dtype` is the checkpoint's, "" when config.json does not say. `form`: of its weights; None: plain floats.
     """
 
     model_type: str
@@ -127,6 +129,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     dtype: str = ""
+    form: Form | None = None
 
     @property
     def family(self) -> Family:
@@ -178,7 +181,10 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
-        """Read `path`/config.json. Raises ModelConfigError when it is missing, no JSON, or not honoured."""
+        """Read `path`/config.json, or the metadata where `path` is a GGUF file. Raises ModelConfigError when it is
+        missing, no JSON, or not honoured."""
+        if Path(path).is_file():
+            return cls.from_dict(GgufFile(Path(path)).config(), source=str(path))
         file = Path(path) / "config.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
@@ -244,7 +250,14 @@ class _Reader:
             residual_scale=self._multiplier("residual_multiplier"),
             embedding_scale=self._embedding_scale(hidden_size),
             dtype=str(self.values.get("dtype") or self.values.get("torch_dtype") or ""),
+            form=self._form(),
         )
+
+    def _form(self) -> Form | None:
+        try:
+            return form_of(self.values.get("quantization_config") or self.values.get("compression_config"))
+        except ValueError as e:
+            raise self.refuse(str(e)) from e
 
     def refuse(self, what: str) -> ModelConfigError:
         return ModelConfigError(f"{self.source}: {what}")
