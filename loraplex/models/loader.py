@@ -183,7 +183,7 @@ class Checkpoint:
         asked: the quantization of other linears; None: they are of `dtype`, and in float32 all are: it is exact, and
         kernels of integers round activations.
         """
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             if not files.title:
                 return ""
             linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
@@ -215,7 +215,7 @@ class Checkpoint:
 
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
         """As WeightSource; all names are checked before the first byte is copied."""
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
             counted = _Counted(layers, progress)
             for layer in layers:
@@ -249,7 +249,7 @@ class Checkpoint:
         linear.load_integers(stacked(kept, linear.device))
 
     def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             stored = files.stored(part.name, part.shape)
             if stored is None:
                 tensor = files.tensor(part.name)

@@ -39,6 +39,8 @@ class Awq:
     group_size: int
 
     title: ClassVar[str] = "AWQ"
+    reads: ClassVar[str] = "4 bits of version gemm"
+    keeps: ClassVar[str] = "all"
     suffixes: ClassVar[Sequence[str]] = ("qweight", "qzeros", "scales")
     ignored: ClassVar[Sequence[str]] = ()
 

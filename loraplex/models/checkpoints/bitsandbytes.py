@@ -29,6 +29,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 @dataclass(frozen=True, slots=True)
 class Bitsandbytes:
     title: ClassVar[str] = "bitsandbytes"
+    reads: ClassVar[str] = "NF4 and FP4, quantised twice too; LLM.int8()"
+    keeps: ClassVar[str] = "LLM.int8()"
     suffixes: ClassVar[Sequence[str]] = (
         "weight", "SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
         "weight.nested_quant_map", *STATES,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from loraplex.models.checkpoints.awq import Awq
 from loraplex.models.checkpoints.bitsandbytes import Bitsandbytes
@@ -12,12 +11,12 @@ from loraplex.models.checkpoints.gptq import Gptq
 from loraplex.models.checkpoints.scaled import Fp8
 from loraplex.models.checkpoints.stored import Form
 
-FORMS: Mapping[str, Callable[[Mapping[str, Any]], Form]] = {
-    "compressed-tensors": CompressedTensors.of,
-    "fp8": Fp8.of,
-    "gptq": Gptq.of,
-    "awq": Awq.of,
-    "bitsandbytes": Bitsandbytes.of,
+FORMS: Mapping[str, type[CompressedTensors] | type[Fp8] | type[Gptq] | type[Awq] | type[Bitsandbytes]] = {
+    "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "gptq": Gptq,
+    "awq": Awq,
+    "bitsandbytes": Bitsandbytes,
 }
 """By `quant_method`."""
 
@@ -35,6 +34,6 @@ def form_of(settings: object) -> Form | None:
             "and GGUF files"
         )
     try:
-        return FORMS[method](settings)
+        return FORMS[method].of(settings)
     except ValueError as e:
         raise ValueError(f"quantization_config of {method}: {e}") from e

@@ -42,6 +42,8 @@ class Gptq:
     zero_offset: int
 
     title: ClassVar[str] = "GPTQ"
+    reads: ClassVar[str] = "4 and 8 bits, any group size, act-order, v1 and v2"
+    keeps: ClassVar[str] = "all without act-order"
     suffixes: ClassVar[Sequence[str]] = ("qweight", "qzeros", "scales", "g_idx")
     ignored: ClassVar[Sequence[str]] = ()
 

@@ -38,6 +38,8 @@ class Fp8:
     block: tuple[int, int] | None
 
     title: ClassVar[str] = "FP8"
+    reads: ClassVar[str] = "per tensor, channel or block; static or dynamic activations"
+    keeps: ClassVar[str] = "nothing"
     suffixes: ClassVar[Sequence[str]] = ("weight", "weight_scale", "weight_scale_inv")
     ignored: ClassVar[Sequence[str]] = ("input_scale", "k_scale", "v_scale", "q_scale")
 

@@ -55,10 +55,13 @@ class StoredWeight(Protocol):
 
 class Form(Protocol):
     """How one kind of checkpoint writes its weights. suffixes: of the tensors that a module's weight is made of;
-    ignored: of tensors that say how activations or the KV cache would be rounded, which they are not here.
+    ignored: of tensors that say how activations or the KV cache would be rounded, which they are not here. title, reads,
+    keeps: for the docs: its name, its kinds, and which of them kernels can have in their own integers.
     """
 
     title: str
+    reads: str
+    keeps: str
     suffixes: Sequence[str]
     ignored: Sequence[str]
 
