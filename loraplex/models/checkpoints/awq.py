@@ -1,8 +1,8 @@
 """AWQ checkpoints of version gemm: 4 bits with zero points in groups.
 
-    qweight int32 [in, out / 8], qzeros int32 [G, out / 8]: columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, lowest bits first
-    scales [G, out]
-    weight[n, k] = scales[k // group_size, n] (q[k, n] - zero[k // group_size, n])
+qweight int32 [in, out / 8], qzeros int32 [G, out / 8]: columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, lowest bits first
+scales [G, out]
+weight[n, k] = scales[k // group_size, n] (q[k, n] - zero[k // group_size, n])
 """
 
 from __future__ import annotations

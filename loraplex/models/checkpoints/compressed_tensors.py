@@ -46,9 +46,7 @@ class CompressedTensors:
     block: tuple[int, int] | None
 
     title: ClassVar[str] = "compressed-tensors"
-    reads: ClassVar[str] = (
-        "W8A8, W8A16 and W4A16 per tensor, channel or group, with zero points or act-order; FP8 per tensor, channel or block"
-    )
+    reads: ClassVar[str] = "W8A8, W8A16, W4A16, FP8; any group, block"
     keeps: ClassVar[str] = "integers without act-order"
     suffixes: ClassVar[Sequence[str]] = (
         "weight", "weight_scale", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx",

@@ -22,13 +22,13 @@ FORMS: Mapping[str, type[CompressedTensors] | type[Fp8] | type[Gptq] | type[Awq]
 
 
 def form_of(settings: object) -> Form | None:
-    """The form that `quantization_config` describes; None: weights are plain floats. ValueError says what is refused."""
+    """The form that `quantization_config` describes; None: weights are plain floats. ValueError: it is refused."""
     if not settings:
         return None
     if not isinstance(settings, Mapping):
         raise ValueError(f"quantization_config must be an object, got {settings!r}")
     method = settings.get("quant_method")
-    if method not in FORMS:
+    if not isinstance(method, str) or method not in FORMS:
         raise ValueError(
             f"quantization_config: quant_method {method!r} is not supported; supported are {', '.join(FORMS)}, "
             "and GGUF files"

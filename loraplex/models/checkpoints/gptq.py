@@ -1,9 +1,9 @@
 """GPTQ checkpoints in 4 and 8 bits, with or without act-order, of AutoGPTQ and GPTQModel.
 
-    qweight int32 [in bits / 32, out]     q, lowest bits first, down the columns
-    qzeros  int32 [G, out bits / 32]      zero - 1 (checkpoint_format gptq), or zero (gptq_v2)
-    scales  [G, out]     g_idx [in]: the group of each input
-    weight[n, k] = scales[g_idx[k], n] (q[k, n] - zero[g_idx[k], n])
+qweight int32 [in bits / 32, out]     q, lowest bits first, down the columns
+qzeros  int32 [G, out bits / 32]      zero - 1 (checkpoint_format gptq), or zero (gptq_v2)
+scales  [G, out]     g_idx [in]: the group of each input
+weight[n, k] = scales[g_idx[k], n] (q[k, n] - zero[g_idx[k], n])
 """
 
 from __future__ import annotations

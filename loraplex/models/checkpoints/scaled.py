@@ -38,7 +38,7 @@ class Fp8:
     block: tuple[int, int] | None
 
     title: ClassVar[str] = "FP8"
-    reads: ClassVar[str] = "per tensor, channel or block; static or dynamic activations"
+    reads: ClassVar[str] = "per tensor, channel, block; static, dynamic"
     keeps: ClassVar[str] = "nothing"
     suffixes: ClassVar[Sequence[str]] = ("weight", "weight_scale", "weight_scale_inv")
     ignored: ClassVar[Sequence[str]] = ("input_scale", "k_scale", "v_scale", "q_scale")
@@ -82,9 +82,7 @@ def scaled(
 
     if scale.numel() == 1:
         of_all = None if zero is None else zero.reshape(1, 1)
-        return Affine(
-            shape=(out, depth), q=rows, scale=scale.reshape(1, 1), zero=of_all, row_block=out, bits=bits
-        )
+        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(1, 1), zero=of_all, row_block=out, bits=bits)
     if tuple(scale.shape) in ((out,), (out, 1)):
         of_rows = None if zero is None else zero.reshape(out, 1)
         return Affine(shape=(out, depth), q=rows, scale=scale.reshape(out, 1), zero=of_rows, bits=bits)
@@ -95,5 +93,4 @@ def scaled(
         raise refused(module, suffix, scale, f"{wanted}, for blocks of {block[0]} x {block[1]}")
     if zero is not None:
         raise ModelWeightError(f"weight {module}.weight has zero points for blocks, which is not supported")
-    sizes = {"row_block": block[0], "group_size": block[1]}
-    return Affine(shape=(out, depth), q=rows, scale=scale, bits=bits, **sizes)
+    return Affine(shape=(out, depth), q=rows, scale=scale, bits=bits, row_block=block[0], group_size=block[1])

@@ -1,14 +1,14 @@
 """A weight of a checkpoint in the bits of its file: its numbers row by row, and its integers where kernels read them.
 
-    weight[n, k] = scale[n // row_block, g(k)] (q[n, k] - zero[n // row_block, g(k)])
-    g(k) = k // group_size, or group_of[k]
+weight[n, k] = scale[n // row_block, g(k)] (q[n, k] - zero[n // row_block, g(k)])
+g(k) = k // group_size, or group_of[k]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -55,15 +55,16 @@ class StoredWeight(Protocol):
 
 class Form(Protocol):
     """How one kind of checkpoint writes its weights. suffixes: of the tensors that a module's weight is made of;
-    ignored: of tensors that say how activations or the KV cache would be rounded, which they are not here. title, reads,
-    keeps: for the docs: its name, its kinds, and which of them kernels can have in their own integers.
+    ignored: of tensors that say how activations or the KV cache would be rounded, which they are not here.
+
+    title, reads, keeps: for the docs: its name, its kinds, and which of them kernels can have in their own integers.
     """
 
-    title: str
-    reads: str
-    keeps: str
-    suffixes: Sequence[str]
-    ignored: Sequence[str]
+    title: ClassVar[str]
+    reads: ClassVar[str]
+    keeps: ClassVar[str]
+    suffixes: ClassVar[Sequence[str]]
+    ignored: ClassVar[Sequence[str]]
 
     def weight(self, module: str, shape: tuple[int, int], tensors: Tensors) -> StoredWeight:
         """The weight [out, in] of a module of these tensors. ModelWeightError: they are not those of the form."""
@@ -95,7 +96,7 @@ class KeptForm:
         """Whether a rank's share is of whole groups."""
         first, last = share.columns.start, share.columns.stop
         size = self.group_size or 1
-        return first % size == 0 and (last % size == 0 or last == share.in_features)
+        return first % size == 0 and (last % size == 0 or bool(last == share.in_features))
 
 
 _GROUPS: Mapping[str, type[Int4Weight] | type[Int8GroupWeight]] = {"int4": Int4Weight, "int8": Int8GroupWeight}
@@ -126,9 +127,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """The formula above. q(first, last): rows of integers, or of float8 numbers. scale and zero: [ceil(out / row_block),
-    G], zero None for 0. group_of: int64 [in], or None. bits: of integers in -2^(bits - 1) .. 2^(bits - 1) - 1; 0 for
-    others.
+    """The formula above. q(first, last): rows of integers, or of float8 numbers. scale and zero:
+    [ceil(out / row_block), G], zero None for 0. group_of: int64 [in], or None.
+
+    bits: of integers in -2^(bits - 1) .. 2^(bits - 1) - 1; 0 for others.
     """
 
     shape: tuple[int, int]

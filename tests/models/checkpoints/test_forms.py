@@ -1,5 +1,5 @@
-"""Every quantised form: the numbers of its specification, logits and greedy tokens of the model that has them in floats,
-with and without adapters, on kernels that read the checkpoint's integers and on those that do not."""
+"""Every quantised form: the numbers of its specification, logits and greedy tokens of the model that has them in
+floats, with and without adapters, on kernels that read the checkpoint's integers and on those that do not."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ HEAD = "| form | `quant_method` | what is read | kept in its own integers |\n|--
 
 def table() -> str:
     rows = [f"| {form.title} | `{method}` | {form.reads} | {form.keeps} |\n" for method, form in FORMS.items()]
-    types = ", ".join(["F32, F16, BF16", *(kind.name for kind in BLOCK_TYPES.values())])
+    types = ", ".join(["floats", *(kind.name for kind in BLOCK_TYPES.values())])
     keeps = ", ".join(kind.name for kind in BLOCK_TYPES.values() if kind.bits)
-    rows.append(f"| GGUF | a `.gguf` file of {', '.join(ARCHITECTURES)} | {types} | {keeps} |\n")
+    rows.append(f"| GGUF of {', '.join(ARCHITECTURES)} | | {types} | {keeps} |\n")
     return HEAD + "".join(rows)
 
 

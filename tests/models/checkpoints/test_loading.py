@@ -103,9 +103,7 @@ def test_two_ranks_say_what_one_says(zoo: ModelZoo, tmp_path: Path, name: str) -
 
 @needs_native
 @pytest.mark.parametrize(("name", "quantization"), [("W8A8", "int8"), ("GPTQ zeros", "int4")])
-def test_two_ranks_keep_their_shares_of_integers(
-    zoo: ModelZoo, tmp_path: Path, name: str, quantization: str
-) -> None:
+def test_two_ranks_keep_their_shares_of_integers(zoo: ModelZoo, tmp_path: Path, name: str, quantization: str) -> None:
     """Of down_proj, which is cut by its 160 inputs, groups of 32 cannot be shared: that one is rounded again."""
     path = made_of(zoo, tmp_path, name).quantized
     with opened(path, 2, dtype="float32", quantization=quantization) as driver:
@@ -118,7 +116,9 @@ def test_two_ranks_keep_their_shares_of_integers(
                 offset = 0
                 for own, full in zip(linear.target.slices, whole.target.slices, strict=True):
                     want = whole.weight[full.out_offset : full.out_offset + own.out_features]
-                    torch.testing.assert_close(got[:, offset : offset + own.out_features], want.t(), rtol=1e-6, atol=1e-9)
+                    torch.testing.assert_close(
+                        got[:, offset : offset + own.out_features], want.t(), rtol=1e-6, atol=1e-9
+                    )
                     offset += own.out_features
         ones = torch.ones(2, 160), torch.ones(64, 2)
         norms = model.row_norms("model.layers.1.mlp.down_proj", *ones, 0.01)
