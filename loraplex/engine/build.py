@@ -278,8 +278,8 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(
             f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: "
-            f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's "
-            "native kernels too, fp8 wants a GPU of compute capability 8.9 or later)"
+            f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 and int4 are on "
+            "a CPU's native kernels too, int4-a16 on those alone; fp8 wants a GPU of compute capability 8.9 or later)"
         )
     if config.lora is not None and config.lora.merge_dominant_adapter and backend.name != "native":
         raise ConfigError(
