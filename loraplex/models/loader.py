@@ -24,7 +24,14 @@ from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.layers.linear import ParallelLinear
 from loraplex.models.checkpoints.files import CheckpointFiles, open_files
-from loraplex.models.checkpoints.stored import KeptForm, Share, StoredWeight, stacked
+from loraplex.models.checkpoints.stored import (
+    KeptForm,
+    Share,
+    StoredWeight,
+    activation_bits_of,
+    stacked,
+    with_activations,
+)
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.packed_cache import PackedCache, checkpoint_name
@@ -173,6 +180,7 @@ class Checkpoint:
         self.path = path
         self.config = config
         self._merged = merged
+        self._activation_bits = 16
 
     def keep_integers(
         self, layers: Sequence[WeightedLayer], ops: LayerOps, asked: str | None, dtype: torch.dtype
@@ -189,9 +197,11 @@ class Checkpoint:
             linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
             can_keep, kept = asked is None and dtype != torch.float32, Counter[str]()
+            self._activation_bits = activation_bits_of(asked, ops)
             for linear in linears:
                 form = self._kept(linear, files)
-                if form is not None and (form.quantization == asked or can_keep) and form.is_read_by(ops):
+                is_wanted = form is not None and (form.is_asked(asked) or can_keep)
+                if form is not None and is_wanted and form.is_read_by(ops, self._activation_bits):
                     linear.keep_integers(form.quantization)
                     kept[str(form)] += 1
             title = files.title
@@ -246,7 +256,7 @@ class Checkpoint:
             else:
                 kept.append(Share.of(part).cut(stored.integers()))
             counted.add(part)
-        linear.load_integers(stacked(kept, linear.device))
+        linear.load_integers(with_activations(stacked(kept, linear.device), self._activation_bits))
 
     def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         with open_files(self.path, self.config.form, self.config.family) as files:

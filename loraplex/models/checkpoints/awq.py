@@ -22,14 +22,13 @@ from loraplex.models.checkpoints.stored import (
     ceil_div,
     positive,
     refused,
+    signed,
     tensor_of,
     unpacked,
 )
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """ORDER[c]: which of the eight numbers of a word, lowest bits first, is column c."""
-
-CENTRE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +77,5 @@ class Awq:
 
 def _columns(words: Tensor) -> Tensor:
     """int32 [n, m] -> int8 [8 m, n] of -8 .. 7"""
-    q = unpacked(words, 4)[..., list(ORDER)].flatten(1).t()
-    return q.to(torch.int8) - CENTRE
+    q = unpacked(words, 4).view(len(words), -1, 8)[..., list(ORDER)].flatten(1)
+    return signed(q, 4).t()

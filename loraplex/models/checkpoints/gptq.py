@@ -24,6 +24,7 @@ from loraplex.models.checkpoints.stored import (
     group_index,
     positive,
     refused,
+    signed,
     tensor_of,
     unpacked,
 )
@@ -67,14 +68,13 @@ class Gptq:
         scales = tensor_of(module, "scales", tensors, FLOATS, (ceil_div(depth, size), out))
         per_word, centre = 32 // bits, 1 << bits - 1
         zero_words = tensor_of(module, "qzeros", tensors, (torch.int32,), (len(scales), ceil_div(out, per_word)))
-        zero = unpacked(zero_words, bits).flatten(1)[:, :out].t().to(torch.int16) + self.zero_offset
+        zero = unpacked(zero_words, bits)[:, :out].t().to(torch.int16) + self.zero_offset
         group_of = group_index(module, "g_idx", tensors, depth, len(scales))
         if group_of is not None and torch.equal(group_of, torch.arange(depth) // size):
             group_of = None
 
         def rows(first: int, last: int) -> Tensor:
-            q = unpacked(words[:, first:last].t(), bits).flatten(1)[:, :depth]
-            return q.to(torch.int16) - centre
+            return signed(unpacked(words[:, first:last].t(), bits)[:, :depth], bits)
 
         zero = zero - centre
         return Affine(

@@ -7,7 +7,7 @@ g(k) = k // group_size, or group_of[k]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -83,20 +83,39 @@ class KeptForm:
         groups = f" in groups of {self.group_size}" if self.group_size else ""
         return f"{self.quantization}{groups}{' with zero points' if self.has_zeros else ''}"
 
-    def is_read_by(self, ops: LayerOps) -> bool:
+    def is_asked(self, asked: str | None) -> bool:
+        """Whether `--quantization` names it; `int4-a16` is int4, with activations in 16 bits."""
+        return asked is not None and asked.removesuffix(A16) == self.quantization
+
+    def is_read_by(self, ops: LayerOps, activation_bits: int) -> bool:
         """Whether the kernels keep them, asked with a weight of ones."""
         size = self.group_size or 1
-        if self.quantization == "int8" and not self.group_size:
-            return ops.keep_linear(Int8Weight(torch.ones(1, size, dtype=torch.int8), torch.ones(1))) is not None
-        kind, one = _GROUPS[self.quantization], torch.ones(1, 1)
-        zero = one.to(torch.int16) if self.has_zeros else None
-        return ops.keep_linear(kind.kept(torch.ones(1, size, dtype=kind.Q_DTYPE), one, zero, size)) is not None
+        if not self.group_size:
+            probe: QuantizedSpecification = Int8Weight(torch.ones(1, size, dtype=torch.int8), torch.ones(1))
+        else:
+            kind, one = _GROUPS[self.quantization], torch.ones(1, 1)
+            zero = one.to(torch.int16) if self.has_zeros else None
+            probe = kind.kept(torch.ones(1, size, dtype=kind.Q_DTYPE), one, zero, size)
+        return ops.keep_linear(with_activations(probe, activation_bits)) is not None
 
     def has_share(self, share: Share) -> bool:
         """Whether a rank's share is of whole groups."""
         first, last = share.columns.start, share.columns.stop
         size = self.group_size or 1
         return first % size == 0 and (last % size == 0 or bool(last == share.in_features))
+
+
+A16 = "-a16"
+
+
+def activation_bits_of(asked: str | None, ops: LayerOps) -> int:
+    """Of 4-bit weights: those of `--quantization int4` where the kernels have it with fewer than 16, else 16."""
+    return 8 if asked == "int4" and f"int4{A16}" in ops.quantizations else 16
+
+
+def with_activations(weight: QuantizedSpecification, bits: int) -> QuantizedSpecification:
+    """A weight in groups of 4 bits whose products round activations to so many bits; others as they are."""
+    return replace(weight, activation_bits=bits) if isinstance(weight, Int4Weight) else weight
 
 
 _GROUPS: Mapping[str, type[Int4Weight] | type[Int8GroupWeight]] = {"int4": Int4Weight, "int8": Int8GroupWeight}
@@ -214,7 +233,7 @@ def stacked(weights: Sequence[QuantizedSpecification], device: torch.device) -> 
     if not isinstance(first, GroupWeight):
         return type(first)(all_of("q"), all_of("scale"))
     zero = None if first.zero is None else all_of("zero")
-    return type(first)(all_of("q"), all_of("scale"), zero, first.group_size)
+    return replace(first, q=all_of("q"), scale=all_of("scale"), zero=zero)
 
 
 def tensor_of(
@@ -255,9 +274,14 @@ def group_index(module: str, suffix: str, tensors: Tensors, in_features: int, nu
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The numbers of int32 words, lowest bits first: [..., n] -> uint8 [..., n, 32 / bits]"""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
+    """The numbers of int32 words, lowest bits first, of 4 or 8 bits: [..., n] -> uint8 [..., n 32 / bits]"""
+    each = words.contiguous().view(torch.uint8)
+    return each if bits == 8 else torch.stack((each & 15, each >> 4), dim=-1).flatten(-2)
+
+
+def signed(q: Tensor, bits: int) -> Tensor:
+    """q - 2^(bits - 1) as int8, of uint8."""
+    return (q ^ 128).view(torch.int8) if bits == 8 else q.view(torch.int8) - 8
 
 
 def ceil_div(count: int, size: int) -> int:
