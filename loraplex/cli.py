@@ -24,6 +24,7 @@ from loraplex.cli_help import Flat, Listed, explain, group_fields, in_group, par
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.lora_modules import check_lora_modules, parse_lora_modules, start_engine
+from loraplex.models.commands import model_app
 from loraplex.performance.settings import ProfileSettings
 from loraplex.router.settings import RouteSettings
 from loraplex.serve.settings import RayConfig, RaySettings, with_database
@@ -49,7 +50,7 @@ adapter_app = App(name="adapter", help="Look at adapters, and make new ones of t
 app.command(adapter_app)
 state_app = App(name="state", help="Check and repair the directory of --state-dir.")
 app.command(state_app)
-for command in (calibrate, simulate, plan, tenant_app, key_app):
+for command in (calibrate, simulate, plan, tenant_app, key_app, model_app):
     app.command(command)
 
 ModelsGroup = in_group("Model and adapters")

@@ -49,6 +49,7 @@ from loraplex.private_folder import default_folder, private_folder
 from loraplex.ranks.leader import LeadingRank
 from loraplex.ranks.messages import UseMemory
 from loraplex.structured.grammars import GrammarCompiler
+from loraplex.text.conversion import has_tokenizer
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ def _build(
 
 def _open_tokenizer(path: str | Path) -> Tokenizer | None:
     """At the first request whose output has a form: other requests come as token ids."""
-    return Tokenizer.from_dir(path) if (Path(path) / "tokenizer.json").exists() else None
+    return Tokenizer.from_dir(path) if has_tokenizer(Path(path)) else None
 
 
 def _share_memory(

@@ -220,6 +220,11 @@ class Checkpoint:
                 forms.add(form if form is not None and form.has_share(Share.of(part)) else None)
         return forms.pop() if len(forms) == 1 else None
 
+    def check(self, layers: Sequence[WeightedLayer]) -> None:
+        """Raises ModelWeightError for weights that are missing or not used; no tensor is read."""
+        with open_files(self.path, self.config.form) as files:
+            self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
+
     def _is_changed(self, part: WeightPart) -> bool:
         return self._merged is not None and part.name.rpartition(".")[0] in self._merged.layers
 

@@ -110,16 +110,21 @@ class GgufFile:
         return tuple(self._of)
 
     @property
+    def tensors(self) -> Mapping[str, GgufTensor]:
+        """By `names`."""
+        return self._of
+
+    @property
     def title(self) -> str:
         """With the types of its matrices."""
-        names = {_type_name(tensor.type_id) for tensor in self._of.values() if len(tensor.shape) == 2}
+        names = {type_name(tensor.type_id) for tensor in self._of.values() if len(tensor.shape) == 2}
         return f"GGUF ({', '.join(sorted(names))})"
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of plain floats."""
         tensor = self._of[name]
         if tensor.type_id not in FLOAT_TYPES:
-            raise ModelWeightError(f"{tensor.name} is {_type_name(tensor.type_id)} and has to be floats")
+            raise ModelWeightError(f"{tensor.name} is {type_name(tensor.type_id)} and has to be floats")
         values = self._bytes(tensor).view(FLOAT_TYPES[tensor.type_id]).view(tensor.shape)
         order = self._order(name, tensor)
         return values if order is None else values[order]
@@ -164,7 +169,7 @@ class GgufFile:
                 raise ModelConfigError(f"{path}: {what}")
             num_bytes = count // kind.size * kind.num_bytes
         else:
-            known = ", ".join(_type_name(each) for each in (*FLOAT_TYPES, *BLOCK_TYPES))
+            known = ", ".join(type_name(each) for each in (*FLOAT_TYPES, *BLOCK_TYPES))
             raise ModelConfigError(
                 f"{path}: {shown(tensor.name)} has ggml type {tensor.type_id}, which is not supported; supported are "
                 f"{known}"
@@ -173,11 +178,14 @@ class GgufFile:
             what = f"{shown(tensor.name)} ends at byte {end} of {self.header.num_bytes}"
             raise ModelConfigError(f"{path}: {what}; the file is truncated")
 
-    def _bytes(self, tensor: GgufTensor) -> Tensor:
+    def num_bytes(self, tensor: GgufTensor) -> int:
+        """What it takes in the file."""
         count = int(np.prod(tensor.shape))
         kind = BLOCK_TYPES.get(tensor.type_id)
-        size = count * FLOAT_TYPES[tensor.type_id].itemsize if kind is None else count // kind.size * kind.num_bytes
-        return self._data[tensor.offset : tensor.offset + size]
+        return count * FLOAT_TYPES[tensor.type_id].itemsize if kind is None else count // kind.size * kind.num_bytes
+
+    def _bytes(self, tensor: GgufTensor) -> Tensor:
+        return self._data[tensor.offset : tensor.offset + self.num_bytes(tensor)]
 
     @cached_property
     def _data(self) -> Tensor:
@@ -283,7 +291,7 @@ def _hf_name(name: str) -> str:
     return f"{ENDS[module]}.{part}" if module in ENDS else name
 
 
-def _type_name(type_id: int) -> str:
+def type_name(type_id: int) -> str:
     if type_id in BLOCK_TYPES:
         return BLOCK_TYPES[type_id].name
     return {0: "F32", 1: "F16", 30: "BF16"}.get(type_id, f"type {type_id}")

@@ -15,9 +15,10 @@ from loraplex.kernels.ops import get_backend
 from loraplex.models.checkpoints.files import open_files
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
+from loraplex.models.inspect import inspect_model
 from loraplex.models.loader import load_model
 from tests.fixtures import ModelZoo
-from tests.models.checkpoints.forms import CASES, Made, is_linear, make
+from tests.models.checkpoints.forms import CASES, Made, change_config, is_linear, make
 from tests.models.paged_runner import CPU, PagedRunner
 from tests.ranks.engines import LORA, check, driver_of, kind_of, load
 
@@ -148,3 +149,19 @@ def test_what_is_asked_for_is_made_of_the_numbers(made: dict[str, Made]) -> None
             for path in (made[form].quantized, made[form].plain)
         )
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------- model inspect
+
+
+@each_form
+def test_inspect_says_how_it_would_be_kept(made: dict[str, Made], form: str) -> None:
+    """As the load says it, and about the bytes that the load keeps: of what is kept as it is, those of the file."""
+    change_config(made[form].quantized, dtype="bfloat16")
+    report = inspect_model(str(made[form].quantized))
+    assert report.is_served, report.reasons
+    model = decoder_of(made[form].quantized, "auto", dtype=torch.bfloat16)
+    first = report.forms[0]
+    assert model.weights_form == f"weights: {report.checkpoint_form} checkpoint, kept as {first.kept}"
+    kept = sum(tensor.nbytes for layer in model.weighted_layers() for tensor in layer.prepared().values())
+    assert first.weight_bytes == pytest.approx(kept, rel=0.1)
