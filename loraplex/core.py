@@ -485,7 +485,8 @@ class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
     backend_description: which kernels run, and why no faster ones, in words. choices: what the engine chose where a
-    setting left it open, and why: a line for the log each. long_contexts: None in an engine without LoRA.
+    setting left it open, and why: a line for the log each. long_contexts: None in an engine without LoRA. weights_form:
+    what a quantised checkpoint is and how its weights are kept, in words; "" for one of plain floats.
     """
 
     model_path: str
@@ -503,6 +504,7 @@ class EngineInfo:
     device: str = "cpu"
     choices: tuple[str, ...] = ()
     long_contexts: LongContexts | None = None
+    weights_form: str = ""
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

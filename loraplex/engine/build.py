@@ -205,10 +205,11 @@ def _info(
         backend=backend.name,
         backend_description=backend.description,
         device=str(memory.arena.device),
-        choices=tuple(filter(None, (device_choice, memory.choice, model.weights_form))),
+        choices=tuple(filter(None, (device_choice, memory.choice))),
         long_contexts=None
         if config.lora is None
         else model_config.long_contexts(config.lora.long_lora_scaling_factors),
+        weights_form=model.weights_form,
     )
 
 

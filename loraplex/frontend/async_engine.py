@@ -96,7 +96,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The base model as clients see it. backend: which kernels run, in words. longest_len: the longest sequence in
-    tokens, of the base or of an adapter with a longer context."""
+    tokens, of the base or of an adapter with a longer context. weights_form: as EngineInfo's."""
 
     served_model_name: str
     root: str
@@ -105,6 +105,7 @@ class ModelInfo:
     dtype: str
     backend: str
     longest_len: int
+    weights_form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +244,8 @@ class AsyncEngine(AdapterVerbs):
         info = self.info
         for choice in info.choices:  # the engine process logs warnings alone
             logger.info("%s", choice)
+        if info.weights_form:
+            logger.info("weights: %s", info.weights_form)
         self.model_info = ModelInfo(
             self._served_model_name,
             info.model_path,
@@ -251,6 +254,7 @@ class AsyncEngine(AdapterVerbs):
             info.dtype,
             info.backend_description,
             max(info.max_model_len, 0 if info.long_contexts is None else info.long_contexts.longest),
+            info.weights_form,
         )
         self._front = make_front(
             self.config,

@@ -188,19 +188,18 @@ class Checkpoint:
         """Linears whose weights the kernels read in the checkpoint's own integers will have these. Says what is kept
         how; "" for a checkpoint of plain floats.
 
-        asked: the quantization of other linears; None: they are of `dtype`, and in float32 all are: it is exact, and
-        kernels of integers round activations.
+        asked: the quantization of other linears; None: they are of `dtype`.
         """
         with open_files(self.path, self.config.form, self.config.family) as files:
             if not files.title:
                 return ""
             linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
-            can_keep, kept = asked is None and dtype != torch.float32, Counter[str]()
+            kept = Counter[str]()
             self._activation_bits = activation_bits_of(asked, ops)
             for linear in linears:
                 form = self._kept(linear, files)
-                is_wanted = form is not None and (form.is_asked(asked) or can_keep)
+                is_wanted = form is not None and form.is_wanted(asked, dtype)
                 if form is not None and is_wanted and form.is_read_by(ops, self._activation_bits):
                     linear.keep_integers(form.quantization)
                     kept[str(form)] += 1
@@ -208,7 +207,7 @@ class Checkpoint:
         parts = [f"{count} linears in its own {form}" for form, count in kept.items()]
         if rest := len(linears) - kept.total():
             parts.append(f"{rest} linears in {asked or str(dtype).removeprefix('torch.')}")
-        return f"weights: {title} checkpoint, kept as {', '.join(parts)}"
+        return f"{title} checkpoint, kept as {', '.join(parts)}"
 
     def _kept(self, linear: ParallelLinear, files: CheckpointFiles) -> KeptForm | None:
         """The one form of all weights of a linear; None: there is none, or several, or a rank's share cuts a group."""
@@ -222,7 +221,7 @@ class Checkpoint:
 
     def check(self, layers: Sequence[WeightedLayer]) -> None:
         """Raises ModelWeightError for weights that are missing or not used; no tensor is read."""
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
 
     def _is_changed(self, part: WeightPart) -> bool:

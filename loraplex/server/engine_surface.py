@@ -100,6 +100,11 @@ class ModelInfoSurface(Protocol):
     @property
     def backend(self) -> str: ...
 
+    @property
+    def weights_form(self) -> str:
+        """How those of a quantised checkpoint are kept; "" for plain ones."""
+        ...
+
 
 class HealthSurface(Protocol):
     @property

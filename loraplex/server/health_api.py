@@ -60,13 +60,14 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     """instance: of this process, another one after each start. runners: how many engine processes there are, where
-    there are several; devices: of each, as torch names it."""
+    there are several; devices: of each, as torch names it. weights: how those of a quantised checkpoint are kept."""
 
     version: str
     backend: str
     instance: str
     runners: int = 1
     devices: tuple[str, ...] = ()
+    weights: str = ""
 
 
 class Shared(Generic[T]):
@@ -229,7 +230,8 @@ class HealthRoutes:
     async def version(self) -> Response:
         """Of Loraplex, which kernels run, and where."""
         engine = self._context.engine
-        version = Version(__version__, engine.model_info.backend, self._instance, engine.num_runners)
+        info = engine.model_info
+        version = Version(__version__, info.backend, self._instance, engine.num_runners, weights=info.weights_form)
         if engine.num_runners > 1:
             version = msgspec.structs.replace(version, devices=tuple(engine.devices))
         return Response(encode(version), media_type="application/json")

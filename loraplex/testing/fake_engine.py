@@ -60,6 +60,7 @@ class FakeModelInfo:
     dtype: str = "float32"
     backend: str = "fake"
     longest_len: int = 0
+    weights_form: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "longest_len", max(self.longest_len, self.max_model_len))

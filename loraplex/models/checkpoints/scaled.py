@@ -39,7 +39,7 @@ class Fp8:
 
     title: ClassVar[str] = "FP8"
     reads: ClassVar[str] = "per tensor, channel, block; static, dynamic"
-    keeps: ClassVar[str] = "nothing"
+    keeps: ClassVar[str] = "without blocks, if asked for"
     suffixes: ClassVar[Sequence[str]] = ("weight", "weight_scale", "weight_scale_inv")
     ignored: ClassVar[Sequence[str]] = ("input_scale", "k_scale", "v_scale", "q_scale")
 
@@ -75,17 +75,25 @@ def scaled(
 ) -> Affine:
     """q [out, in] with a scale for the tensor, for each row, or for each block."""
     scale = tensor_of(module, suffix, tensors, SCALES).float()
-    (out, depth), bits = q.shape, 0 if q.is_floating_point() else 8
+    (out, depth), bits, is_e4m3 = q.shape, 0 if q.is_floating_point() else 8, q.dtype == torch.float8_e4m3fn
 
     def rows(first: int, last: int) -> Tensor:
         return q[first:last]
 
     if scale.numel() == 1:
         of_all = None if zero is None else zero.reshape(1, 1)
-        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(1, 1), zero=of_all, row_block=out, bits=bits)
+        return Affine(
+            shape=(out, depth),
+            q=rows,
+            scale=scale.reshape(1, 1),
+            zero=of_all,
+            row_block=out,
+            bits=bits,
+            is_e4m3=is_e4m3,
+        )
     if tuple(scale.shape) in ((out,), (out, 1)):
         of_rows = None if zero is None else zero.reshape(out, 1)
-        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(out, 1), zero=of_rows, bits=bits)
+        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(out, 1), zero=of_rows, bits=bits, is_e4m3=is_e4m3)
     if block is None:
         raise refused(module, suffix, scale, f"one number, ({out},) or ({out}, 1): no block size is set")
     wanted = ceil_div(out, block[0]), ceil_div(depth, block[1])

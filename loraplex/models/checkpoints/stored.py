@@ -17,6 +17,7 @@ from loraplex.errors import ModelWeightError
 from loraplex.kernels.protocols import LayerOps
 from loraplex.kernels.quantized_weights import (
     GROUP_SIZES,
+    Fp8Weight,
     GroupWeight,
     Int4Weight,
     Int8GroupWeight,
@@ -83,13 +84,19 @@ class KeptForm:
         groups = f" in groups of {self.group_size}" if self.group_size else ""
         return f"{self.quantization}{groups}{' with zero points' if self.has_zeros else ''}"
 
-    def is_asked(self, asked: str | None) -> bool:
-        """Whether `--quantization` names it; `int4-a16` is int4, with activations in 16 bits."""
-        return asked is not None and asked.removesuffix(A16) == self.quantization
+    def is_wanted(self, asked: str | None, dtype: torch.dtype) -> bool:
+        """Whether `--quantization` names it (`int4-a16` is int4, with activations in 16 bits), or names nothing and no
+        product of a model of this dtype loses by it: float32 is exact, and fp8 rounds activations to 8 bits.
+        """
+        if asked is None:
+            return dtype != torch.float32 and self.quantization != "fp8"
+        return asked.removesuffix(A16) == self.quantization
 
     def is_read_by(self, ops: LayerOps, activation_bits: int) -> bool:
         """Whether the kernels keep them, asked with a weight of ones."""
         size = self.group_size or 1
+        if self.quantization == "fp8":
+            return self.quantization in ops.quantizations
         if not self.group_size:
             probe: QuantizedSpecification = Int8Weight(torch.ones(1, size, dtype=torch.int8), torch.ones(1))
         else:
@@ -149,7 +156,7 @@ class Affine:
     """The formula above. q(first, last): rows of integers, or of float8 numbers. scale and zero:
     [ceil(out / row_block), G], zero None for 0. group_of: int64 [in], or None.
 
-    bits: of integers in -2^(bits - 1) .. 2^(bits - 1) - 1; 0 for others.
+    bits: of integers in -2^(bits - 1) .. 2^(bits - 1) - 1; 0 for others, which may be float8 e4m3.
     """
 
     shape: tuple[int, int]
@@ -160,13 +167,16 @@ class Affine:
     row_block: int = 1
     group_size: int = 0
     group_of: Tensor | None = None
+    is_e4m3: bool = False
 
     @property
     def kept(self) -> KeptForm | None:
         """Larger groups are several with one scale: their numbers are the same."""
-        if not self.bits or self.group_of is not None or self.row_block not in (1, self.shape[0]):
-            return None
         has_one = self.scale.shape[1] == 1
+        if self.group_of is not None or self.row_block not in (1, self.shape[0]):
+            return None
+        if not self.bits:
+            return KeptForm("fp8") if self.is_e4m3 and has_one and self.zero is None else None
         if self.bits == 8 and has_one and self.zero is None:
             return KeptForm("int8")
         size = self.group_size
@@ -192,6 +202,8 @@ class Affine:
         assert form is not None
         if not form.group_size:
             scale = self.scale[:, 0].float().expand(out).contiguous()
+            if self.is_e4m3:
+                return Fp8Weight(self.q(0, out), scale)
             return Int8Weight(self.q(0, out).to(torch.int8), scale)
         kind, num_groups = _GROUPS[form.quantization], ceil_div(depth, form.group_size)
         q = (self.q(0, out).to(torch.int8) + self._centre).to(kind.Q_DTYPE)

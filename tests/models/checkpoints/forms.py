@@ -272,6 +272,7 @@ CASES = {
             "CT FP8",
             ct_settings("float-quantized", {**int_weights(8, "channel"), "type": "float"}),
             fp8("channel", "weight_scale"),
+            "fp8",
         ),
         FormCase(
             "CT FP8 block",
@@ -281,7 +282,7 @@ CASES = {
             fp8("block", "weight_scale"),
         ),
         FormCase("FP8 block", {**FP8_SETTINGS, "weight_block_size": list(BLOCK)}, fp8("block", "weight_scale_inv")),
-        FormCase("FP8 static", {**FP8_SETTINGS, "activation_scheme": "static"}, fp8_static),
+        FormCase("FP8 static", {**FP8_SETTINGS, "activation_scheme": "static"}, fp8_static, "fp8"),
         FormCase("GPTQ", gptq_settings(4, GROUP), gptq(4, GROUP), INT4),
         FormCase("GPTQ zeros", gptq_settings(4, GROUP), gptq(4, GROUP, is_symmetric=False), f"{INT4} with zero points"),
         FormCase("GPTQ act-order", gptq_settings(4, GROUP, desc_act=True), gptq(4, GROUP, is_ordered=True)),

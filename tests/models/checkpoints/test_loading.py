@@ -74,7 +74,7 @@ def test_what_a_merged_adapter_changes_is_not_kept(zoo: ModelZoo, tmp_path: Path
     driver = Driver(made.quantized, is_lora_on=False, **SETTINGS, merge_adapter=str(adapter), dtype="bfloat16")
     try:
         words = "4 linears in its own int4 in groups of 32 with zero points, 4 linears in bfloat16"
-        assert words in driver.engine.info.choices[-1]
+        assert words in driver.engine.info.weights_form
     finally:
         driver.close()
 
@@ -108,7 +108,7 @@ def test_two_ranks_keep_their_shares_of_integers(zoo: ModelZoo, tmp_path: Path, 
     path = made_of(zoo, tmp_path, name).quantized
     with opened(path, 2, dtype="float32", quantization=quantization) as driver:
         words = "6 linears in its own int8" if quantization == "int8" else "4 linears in its own int4 in groups of 32"
-        assert words in driver.engine.info.choices[-1]
+        assert words in driver.engine.info.weights_form
         model, plain = driver.engine._runner._model, decoder_of(path, "reference")
         for linear, whole in zip(model.linears, plain.linears, strict=True):
             if linear.is_kept and not linear.name.endswith("down_proj"):
