@@ -43,14 +43,12 @@ from loraplex.models.decoder import Decoder, check_shares
 from loraplex.models.dominant import DominantMerger
 from loraplex.models.loader import load_model, read_merged
 from loraplex.models.packed_cache import PackedCache
-from loraplex.models.source import resolve_model
+from loraplex.models.source import read_tokenizer, resolve_model
 from loraplex.performance.profiler import Profiler
 from loraplex.private_folder import default_folder, private_folder
 from loraplex.ranks.leader import LeadingRank
 from loraplex.ranks.messages import UseMemory
 from loraplex.structured.grammars import GrammarCompiler
-from loraplex.text.conversion import has_tokenizer
-from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +145,7 @@ def _build(
     prepare = None if adapters is None else adapters.prepare_step
     sampler = Sampler(model_config.vocab_size, backend)
     merger = _merger(config, model, backend, adapters)
-    grammars = GrammarCompiler(partial(_open_tokenizer, config.tokenizer or path), model_config.vocab_size)
+    grammars = GrammarCompiler(partial(read_tokenizer, Path(config.tokenizer or path)), model_config.vocab_size)
     runner = ModelRunner(model, memory.kv, builder, sampler, profiler, prepare, graphs, merger, grammars)
     _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
@@ -155,11 +153,6 @@ def _build(
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     parts = info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler, events, caretaker
     return EngineCore(*parts, look_ahead=look_ahead, grammars=grammars)
-
-
-def _open_tokenizer(path: str | Path) -> Tokenizer | None:
-    """At the first request whose output has a form: other requests come as token ids."""
-    return Tokenizer.from_dir(path) if has_tokenizer(Path(path)) else None
 
 
 def _share_memory(

@@ -27,10 +27,10 @@ from loraplex.core import (
 )
 from loraplex.errors import ConfigError, InvalidRequestError, LoraDisabledError, shortened
 from loraplex.frontend.adapter_updates import AdapterUpdates
+from loraplex.models.source import read_tokenizer
 from loraplex.structured.judge import FormJudge
 from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.adapter_text import AdapterTexts
-from loraplex.text.conversion import has_tokenizer
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.request_text import RequestText, read_generation_defaults
 from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
@@ -307,9 +307,9 @@ def texts_beside(model: str | Path, vocab_size: int, tokenizer: str | Path, has_
 
 
 def open_tokenizer(path: str | Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    """The tokenizer of a model directory and its end tokens. Without any, prompts must be token ids."""
-    if not has_tokenizer(Path(path)):
+    """The tokenizer of a model directory or GGUF file and its end tokens. Without any, prompts must be token ids."""
+    tokenizer = read_tokenizer(Path(path))
+    if tokenizer is None:
         logger.warning("%s has no tokenizer.json: prompts must be token ids and outputs are token ids", path)
         return None, read_eos_token_ids(path)
-    tokenizer = Tokenizer.from_dir(path)
     return tokenizer, tuple(tokenizer.eos_token_ids)

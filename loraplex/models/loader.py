@@ -34,6 +34,7 @@ from loraplex.models.checkpoints.stored import (
 )
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
+from loraplex.models.load_memory import LoadMemory, largest_first, nbytes_of
 from loraplex.models.packed_cache import PackedCache, checkpoint_name
 
 logger = logging.getLogger(__name__)
@@ -118,15 +119,18 @@ def _no_progress(_done: int, _total: int) -> None:
 
 
 class _Counted:
-    """Progress in bytes of weights over all layers."""
+    """Progress in bytes of weights over all layers; files: those that they are read from."""
 
-    def __init__(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
-        self._done, self._total = 0, sum(p.destination.nbytes for layer in layers for p in layer.weight_parts())
+    def __init__(self, layers: Sequence[WeightedLayer], progress: Progress, files: Sequence[Path] = ()) -> None:
+        self._done, self._total = 0, sum(map(nbytes_of, layers))
         self._progress = progress
+        self.memory = LoadMemory(files, self._total)
 
     def add(self, part: WeightPart) -> None:
+        """It was copied to its place."""
         self._done += part.destination.nbytes
         self._progress(self._done, self._total)
+        self.memory.note(part.destination.nbytes)
 
 
 class WholeWeights:
@@ -231,17 +235,24 @@ class Checkpoint:
         """As WeightSource; all names are checked before the first byte is copied."""
         with open_files(self.path, self.config.form, self.config.family) as files:
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
-            counted = _Counted(layers, progress)
-            for layer in layers:
-                if isinstance(layer, ParallelLinear) and layer.is_kept:
-                    self._load_integers(layer, files, counted)
-                    continue
-                layer.allocate()
-                for part in layer.weight_parts():
-                    self._load(part, files)
-                    counted.add(part)
-                layer.prepare()
+            counted = _Counted(layers, progress, self._files())
+            for layer in largest_first(layers):
+                self._load_layer(layer, files, counted)
             self._check_tied_head(files)
+            counted.memory.release()
+
+    def _files(self) -> list[Path]:
+        return [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+
+    def _load_layer(self, layer: WeightedLayer, files: CheckpointFiles, counted: _Counted) -> None:
+        if isinstance(layer, ParallelLinear) and layer.is_kept:
+            self._load_integers(layer, files, counted)
+            return
+        layer.allocate()
+        for part in layer.weight_parts():
+            self._load(part, files)
+            counted.add(part)
+        layer.prepare()
 
     def _load(self, part: WeightPart, files: CheckpointFiles) -> None:
         stored = files.stored(part.name, part.shape)

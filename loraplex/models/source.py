@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.errors import ModelNotFoundError, ModelWeightError
+from loraplex.models.checkpoints.gguf_file import GgufHeader
+from loraplex.text.conversion import has_tokenizer
+from loraplex.text.gguf_tokenizer import tokenizer_of
+from loraplex.text.tokenizer import Tokenizer
 
 GGUF_SUFFIX = ".gguf"
 MAX_NAMED = 8
@@ -23,6 +27,13 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     has no safetensors. Raises ModelNotFoundError, which says why.
     """
     return local_model(name) or _fetch(name, revision)
+
+
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """Of a directory, or of a GGUF file; None where there is none. Raises ModelConfigError for one that is not read."""
+    if path.is_file():
+        return tokenizer_of(GgufHeader.read(path).metadata, str(path))
+    return Tokenizer.from_dir(path) if has_tokenizer(path) else None
 
 
 def fetch_description(name: str, revision: str | None = None) -> Path:

@@ -23,6 +23,7 @@ OTHER_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json",
 
 CONVERSION_S = 300.0
 MAX_REASON_CHARS = 500
+MIN_TOKENS = 64
 NEEDED = "it needs transformers, sentencepiece and tiktoken: pip install 'loraplex[hf]'"
 
 
@@ -86,6 +87,8 @@ def main() -> None:
         sys.exit(" ".join(str(error).split()) or type(error).__name__)
     if not tokenizer.is_fast:
         sys.exit(f"transformers has no {TOKENIZER_FILE} for a {type(tokenizer).__name__}")
+    if len(tokenizer) < MIN_TOKENS:  # it makes an empty one of a file that it does not know
+        sys.exit(f"transformers finds {len(tokenizer)} tokens in it")
     tokenizer.save_pretrained(target)
 
 

@@ -17,12 +17,20 @@ from loraplex.text.tokenizer import Tokenizer
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS: Mapping[str, str] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _GPT4 % "{1,3}"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _GPT4 % "{1,3}"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _GPT4 % ""),
-    **dict.fromkeys(("gpt-2", "default", ""), ""),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-2", "default", "smollm", ""), ""),
 }
 """tokenizer.ggml.pre -> what text is cut into before merging; "": as GPT-2 does."""
+
+SINGLE_DIGITS = ("smollm",)
 
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 """Those whose text is in NFC first."""
@@ -44,7 +52,7 @@ def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer | None:
         return None
     try:
         return _Reader(metadata).tokenizer(kind)
-    except (ValueError, TypeError, IndexError, KeyError) as error:
+    except Exception as error:  # tokenizers raises plain Exception
         remedy = "give the directory of another with --tokenizer"
         raise ModelConfigError(f"{where}: its tokenizer cannot be read: {error}; {remedy}") from error
 
@@ -95,6 +103,9 @@ class _Reader:
         if PATTERNS[pre]:
             split = pre_tokenizers.Split(Regex(PATTERNS[pre]), behavior="isolated")
             backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        elif pre in SINGLE_DIGITS:
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
         if pre in COMPOSED:
             backend.normalizer = normalizers.NFC()
         backend.decoder = decoders.ByteLevel()

@@ -12,6 +12,8 @@ from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.quantized_weights import GROUP_SIZES, GroupWeight, Int4Weight, Int8GroupWeight, Int8Weight
 
 PANEL = 16
+WIDENED_AT_ONCE = 1 << 20
+"""Numbers of a weight that are float32 at one moment while it is packed."""
 PACKED_FORMAT = "panels16.1"
 """Of csrc/panels.h; another name makes another file of a cache on disk."""
 COLUMN_PLACES = {torch.bfloat16: torch.arange(PANEL).view(PANEL // 2, 2).t().flatten()}
@@ -100,20 +102,26 @@ def pack_linear(library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype
     """Pack `weight` [out, in] as `dtype`: its own, or int8 (W8A16, one scale per output column)."""
     out_features, in_features = weight.shape
     is_int8 = dtype == torch.int8
-    source = weight.to(torch.float32 if is_int8 else dtype).contiguous()
     depth = -(-in_features // 2) * 2 if is_int8 else in_features
     panels = torch.empty(-(-out_features // PANEL), depth, PANEL, dtype=dtype)
     scale = torch.empty(out_features) if is_int8 else None
     packed = PanelWeight.over(panels, scale, out_features, in_features)
-    library.functions.loraplex_pack_linear(
-        packed.format,
-        source.data_ptr(),
-        out_features,
-        in_features,
-        packed.address,
-        packed.scale_address,
-        num_threads,
-    )
+    step = out_features
+    if is_int8:
+        step = max(1, WIDENED_AT_ONCE // (PANEL * in_features)) * PANEL
+        wide = torch.empty(min(step, out_features), in_features)
+    for first in range(0, out_features, step):
+        rows = weight[first : first + step]
+        source = wide[: len(rows)].copy_(rows) if is_int8 else rows.to(dtype).contiguous()
+        library.functions.loraplex_pack_linear(
+            packed.format,
+            source.data_ptr(),
+            len(source),
+            in_features,
+            panels[first // PANEL :].data_ptr(),
+            0 if scale is None else scale[first:].data_ptr(),
+            num_threads,
+        )
     return packed
 
 
