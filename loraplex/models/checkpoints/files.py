@@ -92,7 +92,7 @@ class Safetensors:
         return self._form.weight(module, (shape[0], shape[1]), tensors)
 
     def used(self, names: Collection[str]) -> tuple[set[str], list[str]]:
-        used, missing = set(), []
+        wanted, used, missing = frozenset(names), set(), []
         for name in names:
             module, _, kind = name.rpartition(".")
             found = {f"{module}.{suffix}" for suffix in self._suffixes(module)} if kind == "weight" else set()
@@ -104,7 +104,7 @@ class Safetensors:
         if self._form is not None:
             ignored = tuple(f".{suffix}" for suffix in self._form.ignored)
             used |= {name for name in self._where if ignored and name.endswith(ignored)}
-            used |= {name for name in self._where if self._is_empty_bias(name, names)}
+            used |= {name for name in self._where if self._is_empty_bias(name, wanted)}
         return used, missing
 
     def _suffixes(self, module: str) -> list[str]:

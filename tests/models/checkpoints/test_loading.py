@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from loraplex.config import LoRAConfig
 from loraplex.errors import ConfigError
@@ -132,18 +130,3 @@ def test_rows_of_a_quantised_embedding_are_its_numbers(zoo: ModelZoo, tmp_path: 
     want = load_file(made.plain / "model.safetensors")["model.embed_tokens.weight"][tokens]
     assert got is not None
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
-
-
-def test_the_text_of_a_model_with_other_parts_is_loaded(zoo: ModelZoo, tmp_path: Path) -> None:
-    """Under either of the prefixes that such files have; the weights of the others are left aside."""
-    base = zoo.base("gemma3_text")
-    text = load_file(base / "model.safetensors")
-    want = logits_of(decoder_of(base, "torch"))
-    for index, prefix in enumerate(("language_model.model.", "model.language_model.")):
-        path = Path(shutil.copytree(base, tmp_path / str(index)))
-        tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in text.items()}
-        save_file({**tensors, "vision_tower.patch.weight": torch.ones(3)}, path / "model.safetensors")
-        config = json.loads((base / "config.json").read_text())
-        outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
-        (path / "config.json").write_text(json.dumps({**outer, "dtype": "float32"}))
-        assert torch.equal(logits_of(decoder_of(path, "torch")), want)
