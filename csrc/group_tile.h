@@ -46,26 +46,26 @@ __attribute__((always_inline)) inline void multiply_part(typename Math::Sum (&su
                                                          const typename Math::Input* x,
                                                          const typename Math::Weight* w, long panel_size) {
   if constexpr (PART < Math::kParts) {
-    x += 2 * PART;
+    x += PART * Math::kPartDepth;
     if constexpr (ROWS >= PANELS) {  // as in tile
       typename Math::Sum ws[PANELS];
 #pragma GCC unroll 12
       for (int p = 0; p < PANELS; p++) ws[p] = Math::template weights<PART>(w + p * panel_size);
 #pragma GCC unroll 12
       for (int m = 0; m < ROWS; m++) {
-        const auto xm = broadcast_pair(x + m * kAsideStride<Math>);
+        const auto xm = Math::input(x + m * kAsideStride<Math>);
 #pragma GCC unroll 12
-        for (int p = 0; p < PANELS; p++) multiply_add(sum[m][p], xm, ws[p]);
+        for (int p = 0; p < PANELS; p++) Math::accumulate(sum[m][p], xm, ws[p]);
       }
     } else {
       typename Math::Sum xs[ROWS];
 #pragma GCC unroll 12
-      for (int m = 0; m < ROWS; m++) xs[m] = broadcast_pair(x + m * kAsideStride<Math>);
+      for (int m = 0; m < ROWS; m++) xs[m] = Math::input(x + m * kAsideStride<Math>);
 #pragma GCC unroll 12
       for (int p = 0; p < PANELS; p++) {
         const auto wp = Math::template weights<PART>(w + p * panel_size);
 #pragma GCC unroll 12
-        for (int m = 0; m < ROWS; m++) multiply_add(sum[m][p], xs[m], wp);
+        for (int m = 0; m < ROWS; m++) Math::accumulate(sum[m][p], xs[m], wp);
       }
     }
   }

@@ -251,12 +251,13 @@ void group_linear(const float* x, long x_stride, long T, long in, const void* w,
                   const float* bias, float* y, const LoraDelta* delta, double* lora_seconds, long shares) {
   const long steps = (in + Math::kPerStep - 1) / Math::kPerStep, groups = scales.count;
   const Chunks<Math> chunks(steps, false);
-  static thread_local std::vector<int16_t> q_buffer;  // the calling thread's, kept for its next call
+  using Input = typename Math::Input;
+  static thread_local std::vector<Input> q_buffer;  // the calling thread's, kept for its next call
   static thread_local std::vector<float> scale_buffer;
   static thread_local std::vector<int32_t> sum_buffer;
   q_buffer.resize(chunks.count * T * kAsideStride<Math>);
   scale_buffer.resize(T * groups), sum_buffer.resize(T * groups);
-  int16_t* q = q_buffer.data();
+  Input* q = q_buffer.data();
   float* x_scale = scale_buffer.data();
   int32_t* x_sum = sum_buffer.data();
   const int32_t zero_point = scales.zero == nullptr ? Math::kZero : 1;
@@ -264,7 +265,8 @@ void group_linear(const float* x, long x_stride, long T, long in, const void* w,
     const auto place = [&](long k) {
       return q + (k / Math::kChunkDepth * T + t) * kAsideStride<Math> + k % Math::kChunkDepth;
     };
-    quantize_groups(x + t * x_stride, in, scales.size, zero_point, place, x_scale + t * groups, x_sum + t * groups);
+    quantize_groups<Input>(x + t * x_stride, in, scales.size, zero_point, place, x_scale + t * groups,
+                           x_sum + t * groups);
   });
   auto finish = [&](long row, long rows, long column, long columns) {
     if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
@@ -303,6 +305,9 @@ void linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int6
     case kInt4:
       return group_linear<Int4Groups>(x, x_stride, rows, in, weight, *(const GroupScales*)weight_scale, out, bias, y, delta,
                                 lora_seconds, shares);
+    case kInt4Bytes:
+      return group_linear<Int4Bytes>(x, x_stride, rows, in, weight, *(const GroupScales*)weight_scale, out, bias, y,
+                                     delta, lora_seconds, shares);
     case kInt8Groups:
       return group_linear<Int8Groups>(x, x_stride, rows, in, weight, *(const GroupScales*)weight_scale, out, bias, y,
                                       delta, lora_seconds, shares);

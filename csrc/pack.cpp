@@ -91,7 +91,7 @@ class Int4Group {
 
  private:
   static constexpr long kMost = 128;
-  static constexpr float kFurthestSteps[] = {7.f, 7.25f, 7.5f, 7.75f, 8.25f, 8.5f, 8.75f, 9.f, 9.5f, 10.f};
+  static constexpr float kFurthestSteps[] = {7.25f, 7.7f, 8.4f, 8.8f, 9.3f};
 
   template <class F>
   Vec16 max16(F f) const {
@@ -140,10 +140,10 @@ class Int4Group {
 
 using namespace loraplex;
 
-// q [out, in] of 0..15 (kInt4) or int8 (kInt8Groups), row-major, into panels.
+// q [out, in] of 0..15 (kInt4, kInt4Bytes) or int8 (kInt8Groups), row-major, into panels.
 LORAPLEX_API void loraplex_pack_groups(int32_t format, const uint8_t* q, int64_t out, int64_t in, uint32_t* panels,
                                        int32_t threads) {
-  pack_words(q, out, in, format == kInt4 ? 4 : 8, panels, threads);
+  pack_words(q, out, in, format == kInt8Groups ? 8 : 4, panels, threads);
 }
 
 // A weight in 4 bits: q [out, in] of 0..15 and scale [out, groups], whose numbers are those of `scale_format`.

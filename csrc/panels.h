@@ -66,17 +66,20 @@ struct Int8 {
   }
 };
 
-// A step is a cache line, which kParts pairs of k come out of.
+// A step is a cache line, which kParts pairs of k come out of; or fours, with activations in 8 bits.
 struct Grouped {
   using Input = int16_t;
+  using Weight = uint32_t;
   using Sum = Int16Sums;
+  static constexpr long kPartDepth = 2;
+  static Int16Sums input(const int16_t* x) { return broadcast_pair(x); }
+  static void accumulate(Int16Sums& sum, const Int16Sums& x, const Int16Sums& w) { multiply_add(sum, x, w); }
   static constexpr bool kIsGrouped = true;
   static constexpr bool kChunkIsExact = true;
   static constexpr long kStepWeights = kPanel;
   static constexpr long kChunkDepth = 1024;   // k: of whole groups
 };
 struct Int4Groups : Grouped {
-  using Weight = uint32_t;
   static constexpr int32_t kZero = 8;         // where there are no zero points
   static constexpr long kPerStep = 8, kParts = 4, kMaxChunk = kChunkDepth / kPerStep;
   template <int PART>
@@ -84,8 +87,19 @@ struct Int4Groups : Grouped {
     return load_nibble_pairs<PART>(step);
   }
 };
+// Numbers 0, 4, 1, 5, 2, 6, 3, 7 of eight k are beside one another in x.
+struct Int4Bytes : Grouped {
+  using Input = int8_t;
+  static constexpr int32_t kZero = 8;
+  static constexpr long kPerStep = 8, kParts = 2, kPartDepth = 4, kMaxChunk = kChunkDepth / kPerStep;
+  template <int PART>
+  static Int16Sums weights(const uint32_t* step) {
+    return load_nibble_bytes<PART>(step);
+  }
+  static Int16Sums input(const int8_t* x) { return broadcast_four(x); }
+  static void accumulate(Int16Sums& sum, const Int16Sums& x, const Int16Sums& w) { multiply_add_bytes(sum, x, w); }
+};
 struct Int8Groups : Grouped {
-  using Weight = uint32_t;
   static constexpr int32_t kZero = 0;
   static constexpr long kPerStep = 4, kParts = 2, kMaxChunk = kChunkDepth / kPerStep;
   template <int PART>

@@ -105,7 +105,8 @@ LORAPLEX_API void loraplex_row_norms(int32_t format, const void* panels, const v
     case kF16: return row_norms<F16>(panels, scale, out, in, first, last, a, b, rank, scaling, norms);
     case kBF16: return row_norms<BF16>(panels, scale, out, in, first, last, a, b, rank, scaling, norms);
     case kInt8: return row_norms<Int8>(panels, scale, out, in, first, last, a, b, rank, scaling, norms);
-    case kInt4: return row_norms<Int4Groups>(panels, scale, out, in, first, last, a, b, rank, scaling, norms);
+    case kInt4:
+    case kInt4Bytes: return row_norms<Int4Groups>(panels, scale, out, in, first, last, a, b, rank, scaling, norms);
     case kInt8Groups: return row_norms<Int8Groups>(panels, scale, out, in, first, last, a, b, rank, scaling, norms);
   }
 }

@@ -180,6 +180,29 @@ inline Int16Sums load_byte_pairs(const uint32_t* p) {
   };
   return {half(p), half(p + 8)};
 }
+// Of 16 words: the low or the high halves of their bytes, as four numbers of 0..15; and four of int8 for all lanes.
+template <int PART>
+inline Int16Sums load_nibble_bytes(const uint32_t* p) {
+  auto half = [&](const uint32_t* at) {
+    const __m256i words = _mm256_loadu_si256((const __m256i*)at);
+    return _mm256_and_si256(PART == 0 ? words : _mm256_srli_epi16(words, 4), _mm256_set1_epi32(0x0F0F0F0F));
+  };
+  return {half(p), half(p + 8)};
+}
+inline Int16Sums broadcast_four(const int8_t* p) {
+  int four;
+  __builtin_memcpy(&four, p, 4);
+  const __m256i all = _mm256_set1_epi32(four);
+  return {all, all};
+}
+// acc[i] += the sum of four products, x int8 and w 0..15: two of them are in 16 bits.
+inline void multiply_add_bytes(Int16Sums& acc, Int16Sums x, Int16Sums w) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i lo = _mm256_madd_epi16(_mm256_maddubs_epi16(w.lo, x.lo), ones);
+  __m256i hi = _mm256_madd_epi16(_mm256_maddubs_epi16(w.hi, x.hi), ones);
+  asm("vpaddd %1, %0, %0" : "+x"(acc.lo) : "x"(lo));
+  asm("vpaddd %1, %0, %0" : "+x"(acc.hi) : "x"(hi));
+}
 // Sums themselves: one for all lanes, 16 of int8, and their products.
 inline Int16Sums broadcast_sum(const int32_t* p) {
   const __m256i all = _mm256_set1_epi32(*p);

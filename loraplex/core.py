@@ -485,8 +485,8 @@ class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
     backend_description: which kernels run, and why no faster ones, in words. form: the family, and how weights and KV
-    cache are kept, in words. choices: what the engine chose where a
-    setting left it open, and why: a line for the log each. long_contexts: None in an engine without LoRA.
+    cache are kept, in words. choices: what the engine chose where a setting left it open, and why: a line for the log
+    each. long_contexts: None in an engine without LoRA.
     """
 
     model_path: str

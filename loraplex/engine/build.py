@@ -186,7 +186,7 @@ def _info(
     dtype_name = model_config.effective_dtype(config.dtype)
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     kept = f"{config.quantization}, of {dtype_name}" if config.quantization else dtype_name
-    form = f"{model_config.model_type}; {model.weights_form or f'weights: {kept}'}; KV cache: {kv_cache_dtype}"
+    form = f"{model_config.model_type}; weights: {model.weights_form or kept}; KV cache: {kv_cache_dtype}"
     return EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
@@ -202,7 +202,7 @@ def _info(
         backend_description=backend.description,
         device=str(memory.arena.device),
         form=form,
-        choices=tuple(filter(None, (device_choice, memory.choice, model.weights_form))),
+        choices=tuple(filter(None, (device_choice, memory.choice))),
         long_contexts=None
         if config.lora is None
         else model_config.long_contexts(config.lora.long_lora_scaling_factors),
@@ -276,8 +276,8 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(
             f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: "
-            f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's "
-            "native kernels too, fp8 wants a GPU of compute capability 8.9 or later)"
+            f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 and int4 are on "
+            "a CPU's native kernels too, int4-a16 on those alone; fp8 wants a GPU of compute capability 8.9 or later)"
         )
     if config.lora is not None and config.lora.merge_dominant_adapter and backend.name != "native":
         raise ConfigError(

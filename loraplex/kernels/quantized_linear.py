@@ -67,11 +67,10 @@ class QuantizedWeight:
 
     @classmethod
     def keeping(cls, weight: QuantizedSpecification) -> QuantizedWeight | None:
-        """The integers and scales as they are; None: the layout has none of their groups, or no zero points."""
+        """The integers and scales as they are; None: the layout has no such groups, zero points or activations."""
         quantization = next((name for name, kind in SPECIFICATIONS.items() if type(weight) is kind), None)
-        if quantization is None:
-            return None
-        if isinstance(weight, GroupWeight) and (weight.zero is not None or weight.group_size != INT4_GROUP):
+        has_groups = isinstance(weight, GroupWeight) and (weight.group_size, weight.activation_bits) != (INT4_GROUP, 16)
+        if quantization is None or has_groups or (isinstance(weight, GroupWeight) and weight.zero is not None):
             return None
         packed = _empty(weight.q.shape, quantization, weight.scale.dtype, weight.q.device)
         packed._put(0, weight)

@@ -28,7 +28,7 @@ from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.layers.common import LayerSetup, WeightPart
 
 META = torch.device("meta")
-HEAD_QUANTIZATIONS = {"int8": "int8", "int4": "int8"}
+HEAD_QUANTIZATIONS = {"int8": "int8", "int4": "int8", "int4-a16": "int8"}
 """What the output head is quantised to; with fp8 it stays as it is."""
 
 

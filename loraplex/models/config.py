@@ -341,7 +341,7 @@ class _Reader:
 
     def _attention_scale(self, head_dim: int) -> float:
         if "query_pre_attn_scalar" in self.family.honoured:
-            return self.number(self.values, "query_pre_attn_scalar") ** -0.5
+            return float(self.number(self.values, "query_pre_attn_scalar") ** -0.5)
         if "attention_multiplier" in self.family.honoured:
             return self.number(self.values, "attention_multiplier")
         return float(head_dim**-0.5)

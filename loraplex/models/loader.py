@@ -24,7 +24,14 @@ from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.layers.linear import ParallelLinear
 from loraplex.models.checkpoints.files import CheckpointFiles, open_files
-from loraplex.models.checkpoints.stored import KeptForm, Share, StoredWeight, stacked
+from loraplex.models.checkpoints.stored import (
+    KeptForm,
+    Share,
+    StoredWeight,
+    activation_bits_of,
+    stacked,
+    with_activations,
+)
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.load_memory import LoadMemory, largest_first, nbytes_of
@@ -177,6 +184,7 @@ class Checkpoint:
         self.path = path
         self.config = config
         self._merged = merged
+        self._activation_bits = 16
 
     def keep_integers(
         self, layers: Sequence[WeightedLayer], ops: LayerOps, asked: str | None, dtype: torch.dtype
@@ -184,25 +192,26 @@ class Checkpoint:
         """Linears whose weights the kernels read in the checkpoint's own integers will have these. Says what is kept
         how; "" for a checkpoint of plain floats.
 
-        asked: the quantization of other linears; None: they are of `dtype`, and in float32 all are: it is exact, and
-        kernels of integers round activations.
+        asked: the quantization of other linears; None: they are of `dtype`.
         """
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             if not files.title:
                 return ""
             linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
-            can_keep, kept = asked is None and dtype != torch.float32, Counter[str]()
+            kept = Counter[str]()
+            self._activation_bits = activation_bits_of(asked, ops)
             for linear in linears:
                 form = self._kept(linear, files)
-                if form is not None and (form.quantization == asked or can_keep) and form.is_read_by(ops):
+                is_wanted = form is not None and form.is_wanted(asked, dtype)
+                if form is not None and is_wanted and form.is_read_by(ops, self._activation_bits):
                     linear.keep_integers(form.quantization)
                     kept[str(form)] += 1
             title = files.title
         parts = [f"{count} linears in its own {form}" for form, count in kept.items()]
         if rest := len(linears) - kept.total():
             parts.append(f"{rest} linears in {asked or str(dtype).removeprefix('torch.')}")
-        return f"weights: {title} checkpoint, kept as {', '.join(parts)}"
+        return f"{title} checkpoint, kept as {', '.join(parts)}"
 
     def _kept(self, linear: ParallelLinear, files: CheckpointFiles) -> KeptForm | None:
         """The one form of all weights of a linear; None: there is none, or several, or a rank's share cuts a group."""
@@ -216,7 +225,7 @@ class Checkpoint:
 
     def check(self, layers: Sequence[WeightedLayer]) -> None:
         """Raises ModelWeightError for weights that are missing or not used; no tensor is read."""
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
 
     def _is_changed(self, part: WeightPart) -> bool:
@@ -224,7 +233,7 @@ class Checkpoint:
 
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
         """As WeightSource; all names are checked before the first byte is copied."""
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
             counted = _Counted(layers, progress, self._files())
             for layer in largest_first(layers):
@@ -262,10 +271,10 @@ class Checkpoint:
             else:
                 kept.append(Share.of(part).cut(stored.integers()))
             counted.add(part)
-        linear.load_integers(stacked(kept, linear.device))
+        linear.load_integers(with_activations(stacked(kept, linear.device), self._activation_bits))
 
     def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
-        with open_files(self.path, self.config.form) as files:
+        with open_files(self.path, self.config.form, self.config.family) as files:
             stored = files.stored(part.name, part.shape)
             if stored is None:
                 tensor = files.tensor(part.name)

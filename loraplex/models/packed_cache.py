@@ -37,6 +37,7 @@ DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.int16: "I16",
 }
 """As safetensors writes them."""
 

@@ -60,8 +60,8 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     """model: the base's family, and how its weights and KV cache are kept. instance: of this process, another one after
-    each start. runners: how many engine processes there are, where
-    there are several; devices: of each, as torch names it."""
+    each start. runners: how many engine processes there are, where there are several; devices: of each, as torch names
+    it."""
 
     version: str
     backend: str

@@ -24,6 +24,7 @@ from loraplex.kernels.native.board import MAX_RANKS, RankBoard, board_nbytes
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import (
     FORMATS,
+    INT4_ACTIVATIONS,
     INT4_GROUP_SIZE,
     PACKED_FORMAT,
     PanelWeight,
@@ -51,7 +52,7 @@ class NativeBackend(TorchBackend):
     """C++ kernels on `num_threads` threads."""
 
     name = "native"
-    quantizations = ("int8", "int4")
+    quantizations = ("int8", *INT4_ACTIVATIONS)
     packed_format = PACKED_FORMAT
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
@@ -171,8 +172,9 @@ class NativeBackend(TorchBackend):
         lora.scale_input(self.library, x, plan, table, row, self.num_threads)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
-        if quantization == "int4":
-            return self.keep_linear(round_int4(self.library, weight, INT4_GROUP_SIZE, self.num_threads))
+        if quantization in INT4_ACTIVATIONS:
+            num_bits = INT4_ACTIVATIONS[quantization]
+            return self.keep_linear(round_int4(self.library, weight, INT4_GROUP_SIZE, num_bits, self.num_threads))
         dtype = torch.int8 if quantization == "int8" else weight.dtype
         return pack_linear(self.library, weight, dtype, self.num_threads)
 

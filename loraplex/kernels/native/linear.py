@@ -19,17 +19,24 @@ PACKED_FORMAT = "panels16.1"
 COLUMN_PLACES = {torch.bfloat16: torch.arange(PANEL).view(PANEL // 2, 2).t().flatten()}
 """Where column c of a panel lies, for dtypes that do not keep the columns in order."""
 
-FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 4}
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Dtype of the stored weight -> csrc/api.h's Format."""
 
-INT8_GROUPS = 5
-"""The format of int8 with scales [panels, groups, 16]."""
+GROUP_FORMATS = {torch.int16: 4, torch.int8: 5, torch.uint8: 6}
+"""The same where scales are [panels, groups, 16]: 4 bits with activations in 16, 8 bits, 4 bits with activations in 8.
+Panels are words of 32 bits; their dtype says no more than this."""
 
-WORD = 4
-"""Bytes; a step of a panel in groups is a word of each column."""
+GROUP_DTYPES = {(4, 16): torch.int16, (8, 16): torch.int8, (4, 8): torch.uint8}
+"""(bits of the weight, of the activations) -> dtype of the panels."""
+
+WORD_BYTES = 4
+"""A step of a panel in groups is a word of each column."""
 
 INT4_GROUP_SIZE = 64
 """Of weights that are quantised here (docs/quantization.md has what others err)."""
+
+INT4_ACTIVATIONS = {"int4": 8, "int4-a16": 16}
+"""Quantization -> bits of the activations (docs/quantization.md has what 8 of them err)."""
 
 F16_SCALE_LIMITS = 2.0**-14, 65504.0
 """A weight whose largest scale is outside of them has scales in float32."""
@@ -82,7 +89,7 @@ class PanelWeight:
                 scale_address, zero_address, group_size_of(in_features, count), count, FORMATS[scale.dtype]
             )
             scale_address = ctypes.addressof(groups)
-        number = INT8_GROUPS if is_grouped and panels.dtype == torch.int8 else FORMATS[panels.dtype]
+        number = (GROUP_FORMATS if is_grouped else FORMATS)[panels.dtype]
         return cls(panels, scale, zero, groups, out_features, in_features, number, panels.data_ptr(), scale_address)
 
 
@@ -119,18 +126,19 @@ def pack_linear(library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype
 
 
 def keep_linear(library: NativeLibrary, weight: Int8Weight | GroupWeight, num_threads: int) -> PanelWeight | None:
-    """Pack the integers and scales as they are; None: groups of another size than kernels read."""
+    """Pack the integers and scales as they are; None: groups, or activations, of a size that kernels do not read."""
     out_features, in_features = weight.q.shape
     if isinstance(weight, Int8Weight):
         num_pairs = -(-in_features // 2)
         padded = F.pad(weight.q, (0, 2 * num_pairs - in_features, 0, -out_features % PANEL))
         panels = padded.view(-1, PANEL, num_pairs, 2).transpose(1, 2).contiguous()
         return PanelWeight.over(panels.view(len(panels), -1, PANEL), weight.scale.float(), out_features, in_features)
-    if weight.group_size not in GROUP_SIZES:
-        return None
     num_bits = 4 if isinstance(weight, Int4Weight) else 8
-    num_steps = -(-in_features // (8 * WORD // num_bits))
-    panels = torch.empty(-(-out_features // PANEL), num_steps, PANEL * WORD, dtype=weight.q.dtype)
+    dtype = GROUP_DTYPES.get((num_bits, weight.activation_bits))
+    if dtype is None or weight.group_size not in GROUP_SIZES:
+        return None
+    num_steps = -(-in_features // (8 * WORD_BYTES // num_bits))
+    panels = torch.empty(-(-out_features // PANEL), num_steps, PANEL * WORD_BYTES // dtype.itemsize, dtype=dtype)
     zero = None if weight.zero is None else _by_panels(weight.zero.to(torch.int8))
     packed = PanelWeight.over(panels, _by_panels(kept_scale(weight.scale)), out_features, in_features, zero)
     q = weight.q.contiguous()
@@ -152,7 +160,9 @@ def _by_panels(of_groups: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, PANEL, of_groups.shape[1]).transpose(1, 2).contiguous()
 
 
-def round_int4(library: NativeLibrary, weight: torch.Tensor, group_size: int, num_threads: int) -> Int4Weight:
+def round_int4(
+    library: NativeLibrary, weight: torch.Tensor, group_size: int, activation_bits: int, num_threads: int
+) -> Int4Weight:
     """`weight` [out, in] in 4 bits, each group with the scale of least squared error among a dozen (csrc/pack.cpp)."""
     out_features, in_features = weight.shape
     source = weight.to(torch.float32).contiguous()
@@ -170,7 +180,7 @@ def round_int4(library: NativeLibrary, weight: torch.Tensor, group_size: int, nu
         scale.data_ptr(),
         num_threads,
     )
-    return Int4Weight(q, scale, None, group_size)
+    return Int4Weight(q, scale, None, group_size, activation_bits)
 
 
 def group_rows(weight: PanelWeight, row_ids: torch.Tensor) -> torch.Tensor:
@@ -179,7 +189,7 @@ def group_rows(weight: PanelWeight, row_ids: torch.Tensor) -> torch.Tensor:
     assert weight.scale is not None
     panel, column = row_ids // PANEL, row_ids % PANEL
     words = weight.panels.view(torch.int32).view(*weight.panels.shape[:2], PANEL)[panel, :, column]
-    num_bits = 8 if weight.format == INT8_GROUPS else 4
+    num_bits = 8 if weight.panels.dtype == torch.int8 else 4
     places = torch.arange(32 // num_bits, dtype=torch.int32)
     shifts = places // 2 * num_bits + places % 2 * 16
     q = (words[:, :, None] >> shifts & (1 << num_bits) - 1).flatten(1)[:, : weight.in_features]

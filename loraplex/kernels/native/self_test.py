@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,8 +19,9 @@ from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotar
 from loraplex.kernels.native.board import PART_BYTES, RankBoard, board_nbytes
 from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.native.linear import linear, pack_linear, row_norms
+from loraplex.kernels.native.linear import keep_linear, linear, pack_linear, round_int4, row_norms
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.quantized_weights import GroupWeight, Int8GroupWeight
 from loraplex.kernels.slices import DTYPE_CODES, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, StepBatch
 from loraplex.kernels.token_ranking import WeightRule
@@ -53,6 +55,25 @@ def _linear(dtype: torch.dtype, library: NativeLibrary) -> tuple[torch.Tensor, .
     outputs = [linear(library, x[:rows], packed, bias, 1) for rows in (1, 3, 15, 33)]
     outputs.append(row_norms(library, packed, 5, 90, _draw(7, in_features), _draw(85, 7), 0.5))
     return (packed.panels, *([] if packed.scale is None else [packed.scale]), *outputs)
+
+
+def _group_linear(num_bits: int, activation_bits: int, library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """As _linear, of a weight in groups with zero points, and of one that is rounded here."""
+    in_features, out_features = 1031, 139
+    rounded = round_int4(library, _draw(out_features, in_features), 64, activation_bits, 1)
+    if num_bits == 4:
+        zero = (_draw(*rounded.scale.shape).abs() * 5).clamp(0, 16).to(torch.uint8)
+        weights: tuple[GroupWeight, ...] = (rounded, replace(rounded, zero=zero, scale=rounded.scale * 1.0001))
+    else:
+        weights = (Int8GroupWeight(rounded.q.to(torch.int8) * 8 - 64, rounded.scale, None, 64),)
+    outputs: list[torch.Tensor] = [rounded.q, rounded.scale]
+    for weight in weights:
+        packed = keep_linear(library, weight, 1)
+        assert packed is not None
+        x = _draw(33, in_features)
+        outputs += [packed.panels, *(linear(library, x[:rows], packed, _draw(out_features), 1) for rows in (1, 3, 33))]
+        outputs.append(row_norms(library, packed, 5, 90, _draw(7, in_features), _draw(85, 7), 0.5))
+    return tuple(outputs)
 
 
 def _rms_norm(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
@@ -249,6 +270,9 @@ CASES: Mapping[str, Case] = {
     "linear float16": partial(_linear, torch.float16),
     "linear bfloat16": partial(_linear, torch.bfloat16),
     "linear int8": partial(_linear, torch.int8),
+    "linear int4, activations in 16 bits": partial(_group_linear, 4, 16),
+    "linear int4, activations in 8 bits": partial(_group_linear, 4, 8),
+    "linear int8 in groups": partial(_group_linear, 8, 16),
     "add_lora": _add_lora,
     "scale_input": _scale_input,
     "add_rows float32": partial(_add_rows, torch.float32),

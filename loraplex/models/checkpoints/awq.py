@@ -1,8 +1,8 @@
 """AWQ checkpoints of version gemm: 4 bits with zero points in groups.
 
-    qweight int32 [in, out / 8], qzeros int32 [G, out / 8]: columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, lowest bits first
-    scales [G, out]
-    weight[n, k] = scales[k // group_size, n] (q[k, n] - zero[k // group_size, n])
+qweight int32 [in, out / 8], qzeros int32 [G, out / 8]: columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, lowest bits first
+scales [G, out]
+weight[n, k] = scales[k // group_size, n] (q[k, n] - zero[k // group_size, n])
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from loraplex.models.checkpoints.stored import (
     ceil_div,
     positive,
     refused,
+    signed,
     tensor_of,
     unpacked,
 )
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """ORDER[c]: which of the eight numbers of a word, lowest bits first, is column c."""
-
-CENTRE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,8 @@ class Awq:
     group_size: int
 
     title: ClassVar[str] = "AWQ"
+    reads: ClassVar[str] = "4 bits of version gemm"
+    keeps: ClassVar[str] = "all"
     suffixes: ClassVar[Sequence[str]] = ("qweight", "qzeros", "scales")
     ignored: ClassVar[Sequence[str]] = ()
 
@@ -76,5 +77,5 @@ class Awq:
 
 def _columns(words: Tensor) -> Tensor:
     """int32 [n, m] -> int8 [8 m, n] of -8 .. 7"""
-    q = unpacked(words, 4)[..., list(ORDER)].flatten(1).t()
-    return q.to(torch.int8) - CENTRE
+    q = unpacked(words, 4).view(len(words), -1, 8)[..., list(ORDER)].flatten(1)
+    return signed(q, 4).t()

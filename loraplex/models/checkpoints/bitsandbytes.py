@@ -1,10 +1,10 @@
 """bitsandbytes checkpoints, which QLoRA adapters are trained on: NF4 and FP4 in blocks, and LLM.int8().
 
-    4 bits   weight uint8 [out in / 2, 1], the earlier number in the high half; weight.quant_map float32 [16];
-             weight.absmax, one for each block of the flat weight; quantised twice it is uint8, and
-             absmax = nested_quant_map[absmax] nested_absmax[block // nested_blocksize] + nested_offset
-             weight = quant_map[q] absmax, rounded to the dtype that the state names, as the library does
-    int8     weight int8 [out, in], SCB float32 [out]:  weight = q SCB / 127
+4 bits   weight uint8 [out in / 2, 1], the earlier number in the high half; weight.quant_map float32 [16];
+         weight.absmax, one for each block of the flat weight; quantised twice it is uint8, and
+         absmax = nested_quant_map[absmax] nested_absmax[block // nested_blocksize] + nested_offset
+         weight = quant_map[q] absmax, rounded to the dtype that the state names, as the library does
+int8     weight int8 [out, in], SCB float32 [out]:  weight = q SCB / 127
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 @dataclass(frozen=True, slots=True)
 class Bitsandbytes:
     title: ClassVar[str] = "bitsandbytes"
+    reads: ClassVar[str] = "NF4 and FP4, quantised twice too; LLM.int8()"
+    keeps: ClassVar[str] = "LLM.int8()"
     suffixes: ClassVar[Sequence[str]] = (
         "weight", "SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
         "weight.nested_quant_map", *STATES,
@@ -101,9 +103,7 @@ def _absmax(module: str, tensors: Tensors, state: Mapping[str, Any], num_blocks:
         return tensor_of(module, "weight.absmax", tensors, (torch.float32,), (num_blocks,))
     q = tensor_of(module, "weight.absmax", tensors, (torch.uint8,), (num_blocks,))
     nested_size = _size(module, state, "nested_blocksize")
-    outer = tensor_of(
-        module, "weight.nested_absmax", tensors, (torch.float32,), (ceil_div(num_blocks, nested_size),)
-    )
+    outer = tensor_of(module, "weight.nested_absmax", tensors, (torch.float32,), (ceil_div(num_blocks, nested_size),))
     table = tensor_of(module, "weight.nested_quant_map", tensors, (torch.float32,), (256,))
     offset = state.get("nested_offset")
     if not isinstance(offset, float | int):

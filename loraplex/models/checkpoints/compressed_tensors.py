@@ -30,6 +30,7 @@ from loraplex.models.checkpoints.stored import (
     group_index,
     positive,
     refused,
+    signed,
     tensor_of,
     unpacked,
 )
@@ -46,6 +47,8 @@ class CompressedTensors:
     block: tuple[int, int] | None
 
     title: ClassVar[str] = "compressed-tensors"
+    reads: ClassVar[str] = "W8A8, W8A16, W4A16, FP8; any group, block"
+    keeps: ClassVar[str] = "integers without act-order"
     suffixes: ClassVar[Sequence[str]] = (
         "weight", "weight_scale", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx",
     )  # fmt: skip
@@ -98,10 +101,9 @@ class CompressedTensors:
         if not bits:
             wanted = f"({out}, {ceil_div(depth, 8)}) for 4 bits or ({out}, {ceil_div(depth, 4)}) for 8"
             raise refused(module, "weight_packed", words, wanted)
-        centre = 1 << bits - 1
 
         def rows(first: int, last: int) -> Tensor:
-            return _signed(unpacked(words[first:last], bits).flatten(1)[:, :depth], centre)
+            return signed(unpacked(words[first:last], bits)[:, :depth], bits)
 
         scale = tensor_of(module, "weight_scale", tensors, FLOATS)
         if scale.numel() == 1:
@@ -158,13 +160,8 @@ class CompressedTensors:
         per_word = 32 // bits
         wanted = ceil_div(shape[0], per_word), shape[1]
         words = tensor_of(module, "weight_zero_point", tensors, (torch.int32,), wanted)
-        zero = _signed(unpacked(words.t(), bits).flatten(1).t()[: shape[0]], 1 << bits - 1)
+        zero = signed(unpacked(words.t(), bits).t()[: shape[0]], bits)
         return zero if bool(zero.any()) else None
-
-
-def _signed(q: Tensor, centre: int) -> Tensor:
-    """q - centre as int8; q uint8."""
-    return (q ^ centre).view(torch.int8) if centre == 128 else q.view(torch.int8) - centre
 
 
 def _check_format(key: str, value: object) -> None:

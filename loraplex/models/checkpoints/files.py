@@ -14,6 +14,7 @@ from torch import Tensor
 from loraplex.errors import ModelWeightError
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.checkpoints.stored import FLOATS, Form, StoredWeight
+from loraplex.models.families import Family
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,21 +45,29 @@ class CheckpointFiles(Protocol):
 
 
 @contextlib.contextmanager
-def open_files(path: Path, form: Form | None) -> Iterator[CheckpointFiles]:
-    """Those of a directory of safetensors, or a GGUF file. Raises ModelWeightError, ModelConfigError."""
+def open_files(path: Path, form: Form | None, family: Family | None = None) -> Iterator[CheckpointFiles]:
+    """Those of a directory of safetensors, or a GGUF file. Raises ModelWeightError, ModelConfigError.
+
+    family: says under which names a model beside other parts has its weights; the others' are left aside.
+    """
     if path.is_file():
         yield GgufFile(path)
         return
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_open(path / name)) for name in _file_names(path)]
-        yield Safetensors({key: file for file in files for key in list(file.keys())}, form)
+        yield Safetensors({key: file for file in files for key in list(file.keys())}, form, family)
 
 
 class Safetensors:
     """where: the opened file of each tensor."""
 
-    def __init__(self, where: Mapping[str, Any], form: Form | None) -> None:
-        self._where, self._form = where, form
+    def __init__(self, where: Mapping[str, Any], form: Form | None, family: Family | None = None) -> None:
+        self._form = form
+        self._where = {
+            _own_name(name, family): (file, name)
+            for name, file in where.items()
+            if family is None or not name.startswith(family.other_weights)
+        }
 
     @property
     def title(self) -> str:
@@ -69,7 +78,8 @@ class Safetensors:
         return self._where.keys()
 
     def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._where[name].get_tensor(name)
+        file, stored_name = self._where[name]
+        tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight | None:
@@ -82,7 +92,7 @@ class Safetensors:
         return self._form.weight(module, (shape[0], shape[1]), tensors)
 
     def used(self, names: Collection[str]) -> tuple[set[str], list[str]]:
-        used, missing = set(), []
+        wanted, used, missing = frozenset(names), set(), []
         for name in names:
             module, _, kind = name.rpartition(".")
             found = {f"{module}.{suffix}" for suffix in self._suffixes(module)} if kind == "weight" else set()
@@ -94,7 +104,7 @@ class Safetensors:
         if self._form is not None:
             ignored = tuple(f".{suffix}" for suffix in self._form.ignored)
             used |= {name for name in self._where if ignored and name.endswith(ignored)}
-            used |= {name for name in self._where if self._is_empty_bias(name, names)}
+            used |= {name for name in self._where if self._is_empty_bias(name, wanted)}
         return used, missing
 
     def _suffixes(self, module: str) -> list[str]:
@@ -107,6 +117,13 @@ class Safetensors:
         """Old quantised files have biases of zeros at linears without one."""
         module = name.removesuffix(".bias")
         return name not in names and f"{module}.weight" in names and module != name and not self.tensor(name).any()
+
+
+def _own_name(name: str, family: Family | None) -> str:
+    for prefix, own in () if family is None else family.text_prefixes.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 def _file_names(path: Path) -> list[str]:

@@ -48,13 +48,17 @@ IN_LAYER = {
 ROPE_FACTORS = "rope_freqs.weight"
 _LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z_]{1,32})\.(weight|bias)")
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE: Mapping[str, Any] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """What Llama 3.1 and later have; a file says only what comes of it, which is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight [out, in] of blocks. raw uint8 [out, bytes of a row]; order: the row of the file for each row, or None."""
+    """A weight [out, in] of blocks. raw: uint8 [out, bytes of a row]; order: row n's place in the file, or None."""
 
     shape: tuple[int, int]
     raw: Tensor
@@ -161,9 +165,8 @@ class GgufFile:
         elif tensor.type_id in BLOCK_TYPES:
             kind = BLOCK_TYPES[tensor.type_id]
             if tensor.shape[-1] % kind.size:
-                raise ModelConfigError(
-                    f"{path}: {shown(tensor.name)} has rows of {tensor.shape[-1]}, {kind.name} has blocks of {kind.size}"
-                )
+                what = f"{shown(tensor.name)} has rows of {tensor.shape[-1]}, {kind.name} has blocks of {kind.size}"
+                raise ModelConfigError(f"{path}: {what}")
             num_bytes = count // kind.size * kind.num_bytes
         else:
             known = ", ".join(type_name(each) for each in (*FLOAT_TYPES, *BLOCK_TYPES))
@@ -171,11 +174,9 @@ class GgufFile:
                 f"{path}: {shown(tensor.name)} has ggml type {tensor.type_id}, which is not supported; supported are "
                 f"{known}"
             )
-        if tensor.offset + num_bytes > self.header.num_bytes:
-            raise ModelConfigError(
-                f"{path}: {shown(tensor.name)} ends at byte {tensor.offset + num_bytes} of {self.header.num_bytes}; the "
-                "file is truncated"
-            )
+        if (end := tensor.offset + num_bytes) > self.header.num_bytes:
+            what = f"{shown(tensor.name)} ends at byte {end} of {self.header.num_bytes}"
+            raise ModelConfigError(f"{path}: {what}; the file is truncated")
 
     def num_bytes(self, tensor: GgufTensor) -> int:
         """What it takes in the file."""
@@ -251,7 +252,7 @@ class GgufFile:
         if tensor.type_id != 0 or tensor.shape != (head_dim // 2,):
             raise ModelConfigError(f"{self.header.path}: {ROPE_FACTORS} has to be F32 of shape ({head_dim // 2},)")
         factors = self._bytes(tensor).view(torch.float32)
-        rope = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
+        rope: dict[str, Any] = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
         if rope["factor"] > 0:
             plain = ROPE_RULES["default"](head_dim, RopeParameters(rope_theta=theta))
             scaled = ROPE_RULES["llama3"](head_dim, RopeParameters(rope_theta=theta, **rope))

@@ -107,7 +107,7 @@ class _Reader:
         return [self._string(self._end) for _ in range(count)]
 
     def _count(self, what: str) -> int:
-        count = self._scalar("<Q")
+        count: int = self._scalar("<Q")
         if count > MAX_ENTRIES:
             raise ValueError(f"it says that it has {count} {what}; at most {MAX_ENTRIES} are read")
         return count

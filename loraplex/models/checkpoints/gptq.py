@@ -1,9 +1,9 @@
 """GPTQ checkpoints in 4 and 8 bits, with or without act-order, of AutoGPTQ and GPTQModel.
 
-    qweight int32 [in bits / 32, out]     q, lowest bits first, down the columns
-    qzeros  int32 [G, out bits / 32]      zero - 1 (checkpoint_format gptq), or zero (gptq_v2)
-    scales  [G, out]     g_idx [in]: the group of each input
-    weight[n, k] = scales[g_idx[k], n] (q[k, n] - zero[g_idx[k], n])
+qweight int32 [in bits / 32, out]     q, lowest bits first, down the columns
+qzeros  int32 [G, out bits / 32]      zero - 1 (checkpoint_format gptq), or zero (gptq_v2)
+scales  [G, out]     g_idx [in]: the group of each input
+weight[n, k] = scales[g_idx[k], n] (q[k, n] - zero[g_idx[k], n])
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from loraplex.models.checkpoints.stored import (
     group_index,
     positive,
     refused,
+    signed,
     tensor_of,
     unpacked,
 )
@@ -42,6 +43,8 @@ class Gptq:
     zero_offset: int
 
     title: ClassVar[str] = "GPTQ"
+    reads: ClassVar[str] = "4 and 8 bits, any group size, act-order, v1 and v2"
+    keeps: ClassVar[str] = "all without act-order"
     suffixes: ClassVar[Sequence[str]] = ("qweight", "qzeros", "scales", "g_idx")
     ignored: ClassVar[Sequence[str]] = ()
 
@@ -65,14 +68,13 @@ class Gptq:
         scales = tensor_of(module, "scales", tensors, FLOATS, (ceil_div(depth, size), out))
         per_word, centre = 32 // bits, 1 << bits - 1
         zero_words = tensor_of(module, "qzeros", tensors, (torch.int32,), (len(scales), ceil_div(out, per_word)))
-        zero = unpacked(zero_words, bits).flatten(1)[:, :out].t().to(torch.int16) + self.zero_offset
+        zero = unpacked(zero_words, bits)[:, :out].t().to(torch.int16) + self.zero_offset
         group_of = group_index(module, "g_idx", tensors, depth, len(scales))
         if group_of is not None and torch.equal(group_of, torch.arange(depth) // size):
             group_of = None
 
         def rows(first: int, last: int) -> Tensor:
-            q = unpacked(words[:, first:last].t(), bits).flatten(1)[:, :depth]
-            return q.to(torch.int16) - centre
+            return signed(unpacked(words[:, first:last].t(), bits)[:, :depth], bits)
 
         zero = zero - centre
         return Affine(

@@ -38,6 +38,8 @@ class Fp8:
     block: tuple[int, int] | None
 
     title: ClassVar[str] = "FP8"
+    reads: ClassVar[str] = "per tensor, channel, block; static, dynamic"
+    keeps: ClassVar[str] = "without blocks, if asked for"
     suffixes: ClassVar[Sequence[str]] = ("weight", "weight_scale", "weight_scale_inv")
     ignored: ClassVar[Sequence[str]] = ("input_scale", "k_scale", "v_scale", "q_scale")
 
@@ -73,7 +75,7 @@ def scaled(
 ) -> Affine:
     """q [out, in] with a scale for the tensor, for each row, or for each block."""
     scale = tensor_of(module, suffix, tensors, SCALES).float()
-    (out, depth), bits = q.shape, 0 if q.is_floating_point() else 8
+    (out, depth), bits, is_e4m3 = q.shape, 0 if q.is_floating_point() else 8, q.dtype == torch.float8_e4m3fn
 
     def rows(first: int, last: int) -> Tensor:
         return q[first:last]
@@ -81,11 +83,17 @@ def scaled(
     if scale.numel() == 1:
         of_all = None if zero is None else zero.reshape(1, 1)
         return Affine(
-            shape=(out, depth), q=rows, scale=scale.reshape(1, 1), zero=of_all, row_block=out, bits=bits
+            shape=(out, depth),
+            q=rows,
+            scale=scale.reshape(1, 1),
+            zero=of_all,
+            row_block=out,
+            bits=bits,
+            is_e4m3=is_e4m3,
         )
     if tuple(scale.shape) in ((out,), (out, 1)):
         of_rows = None if zero is None else zero.reshape(out, 1)
-        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(out, 1), zero=of_rows, bits=bits)
+        return Affine(shape=(out, depth), q=rows, scale=scale.reshape(out, 1), zero=of_rows, bits=bits, is_e4m3=is_e4m3)
     if block is None:
         raise refused(module, suffix, scale, f"one number, ({out},) or ({out}, 1): no block size is set")
     wanted = ceil_div(out, block[0]), ceil_div(depth, block[1])
@@ -93,5 +101,4 @@ def scaled(
         raise refused(module, suffix, scale, f"{wanted}, for blocks of {block[0]} x {block[1]}")
     if zero is not None:
         raise ModelWeightError(f"weight {module}.weight has zero points for blocks, which is not supported")
-    sizes = {"row_block": block[0], "group_size": block[1]}
-    return Affine(shape=(out, depth), q=rows, scale=scale, bits=bits, **sizes)
+    return Affine(shape=(out, depth), q=rows, scale=scale, bits=bits, row_block=block[0], group_size=block[1])

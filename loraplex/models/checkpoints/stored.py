@@ -1,14 +1,14 @@
 """A weight of a checkpoint in the bits of its file: its numbers row by row, and its integers where kernels read them.
 
-    weight[n, k] = scale[n // row_block, g(k)] (q[n, k] - zero[n // row_block, g(k)])
-    g(k) = k // group_size, or group_of[k]
+weight[n, k] = scale[n // row_block, g(k)] (q[n, k] - zero[n // row_block, g(k)])
+g(k) = k // group_size, or group_of[k]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from loraplex.errors import ModelWeightError
 from loraplex.kernels.protocols import LayerOps
 from loraplex.kernels.quantized_weights import (
     GROUP_SIZES,
+    Fp8Weight,
     GroupWeight,
     Int4Weight,
     Int8GroupWeight,
@@ -56,11 +57,15 @@ class StoredWeight(Protocol):
 class Form(Protocol):
     """How one kind of checkpoint writes its weights. suffixes: of the tensors that a module's weight is made of;
     ignored: of tensors that say how activations or the KV cache would be rounded, which they are not here.
+
+    title, reads, keeps: for the docs: its name, its kinds, and which of them kernels can have in their own integers.
     """
 
-    title: str
-    suffixes: Sequence[str]
-    ignored: Sequence[str]
+    title: ClassVar[str]
+    reads: ClassVar[str]
+    keeps: ClassVar[str]
+    suffixes: ClassVar[Sequence[str]]
+    ignored: ClassVar[Sequence[str]]
 
     def weight(self, module: str, shape: tuple[int, int], tensors: Tensors) -> StoredWeight:
         """The weight [out, in] of a module of these tensors. ModelWeightError: they are not those of the form."""
@@ -79,20 +84,45 @@ class KeptForm:
         groups = f" in groups of {self.group_size}" if self.group_size else ""
         return f"{self.quantization}{groups}{' with zero points' if self.has_zeros else ''}"
 
-    def is_read_by(self, ops: LayerOps) -> bool:
+    def is_wanted(self, asked: str | None, dtype: torch.dtype) -> bool:
+        """Whether `--quantization` names it (`int4-a16` is int4, with activations in 16 bits), or names nothing and no
+        product of a model of this dtype loses by it: float32 is exact, and fp8 rounds activations to 8 bits.
+        """
+        if asked is None:
+            return dtype != torch.float32 and self.quantization != "fp8"
+        return asked.removesuffix(A16) == self.quantization
+
+    def is_read_by(self, ops: LayerOps, activation_bits: int) -> bool:
         """Whether the kernels keep them, asked with a weight of ones."""
         size = self.group_size or 1
-        if self.quantization == "int8" and not self.group_size:
-            return ops.keep_linear(Int8Weight(torch.ones(1, size, dtype=torch.int8), torch.ones(1))) is not None
-        kind, one = _GROUPS[self.quantization], torch.ones(1, 1)
-        zero = one.to(torch.int16) if self.has_zeros else None
-        return ops.keep_linear(kind.kept(torch.ones(1, size, dtype=kind.Q_DTYPE), one, zero, size)) is not None
+        if self.quantization == "fp8":
+            return self.quantization in ops.quantizations
+        if not self.group_size:
+            probe: QuantizedSpecification = Int8Weight(torch.ones(1, size, dtype=torch.int8), torch.ones(1))
+        else:
+            kind, one = _GROUPS[self.quantization], torch.ones(1, 1)
+            zero = one.to(torch.int16) if self.has_zeros else None
+            probe = kind.kept(torch.ones(1, size, dtype=kind.Q_DTYPE), one, zero, size)
+        return ops.keep_linear(with_activations(probe, activation_bits)) is not None
 
     def has_share(self, share: Share) -> bool:
         """Whether a rank's share is of whole groups."""
         first, last = share.columns.start, share.columns.stop
         size = self.group_size or 1
-        return first % size == 0 and (last % size == 0 or last == share.in_features)
+        return first % size == 0 and (last % size == 0 or bool(last == share.in_features))
+
+
+A16 = "-a16"
+
+
+def activation_bits_of(asked: str | None, ops: LayerOps) -> int:
+    """Of 4-bit weights: those of `--quantization int4` where the kernels have it with fewer than 16, else 16."""
+    return 8 if asked == "int4" and f"int4{A16}" in ops.quantizations else 16
+
+
+def with_activations(weight: QuantizedSpecification, bits: int) -> QuantizedSpecification:
+    """A weight in groups of 4 bits whose products round activations to so many bits; others as they are."""
+    return replace(weight, activation_bits=bits) if isinstance(weight, Int4Weight) else weight
 
 
 _GROUPS: Mapping[str, type[Int4Weight] | type[Int8GroupWeight]] = {"int4": Int4Weight, "int8": Int8GroupWeight}
@@ -123,9 +153,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """The formula above. q(first, last): rows of integers, or of float8 numbers. scale and zero: [ceil(out / row_block),
-    G], zero None for 0. group_of: int64 [in], or None. bits: of integers in -2^(bits - 1) .. 2^(bits - 1) - 1; 0 for
-    others.
+    """The formula above. q(first, last): rows of integers, or of float8 numbers. scale and zero:
+    [ceil(out / row_block), G], zero None for 0. group_of: int64 [in], or None.
+
+    bits: of integers in -2^(bits - 1) .. 2^(bits - 1) - 1; 0 for others, which may be float8 e4m3.
     """
 
     shape: tuple[int, int]
@@ -136,13 +167,16 @@ class Affine:
     row_block: int = 1
     group_size: int = 0
     group_of: Tensor | None = None
+    is_e4m3: bool = False
 
     @property
     def kept(self) -> KeptForm | None:
         """Larger groups are several with one scale: their numbers are the same."""
-        if not self.bits or self.group_of is not None or self.row_block not in (1, self.shape[0]):
-            return None
         has_one = self.scale.shape[1] == 1
+        if self.group_of is not None or self.row_block not in (1, self.shape[0]):
+            return None
+        if not self.bits:
+            return KeptForm("fp8") if self.is_e4m3 and has_one and self.zero is None else None
         if self.bits == 8 and has_one and self.zero is None:
             return KeptForm("int8")
         size = self.group_size
@@ -168,6 +202,8 @@ class Affine:
         assert form is not None
         if not form.group_size:
             scale = self.scale[:, 0].float().expand(out).contiguous()
+            if self.is_e4m3:
+                return Fp8Weight(self.q(0, out), scale)
             return Int8Weight(self.q(0, out).to(torch.int8), scale)
         kind, num_groups = _GROUPS[form.quantization], ceil_div(depth, form.group_size)
         q = (self.q(0, out).to(torch.int8) + self._centre).to(kind.Q_DTYPE)
@@ -209,7 +245,7 @@ def stacked(weights: Sequence[QuantizedSpecification], device: torch.device) -> 
     if not isinstance(first, GroupWeight):
         return type(first)(all_of("q"), all_of("scale"))
     zero = None if first.zero is None else all_of("zero")
-    return type(first)(all_of("q"), all_of("scale"), zero, first.group_size)
+    return replace(first, q=all_of("q"), scale=all_of("scale"), zero=zero)
 
 
 def tensor_of(
@@ -250,9 +286,14 @@ def group_index(module: str, suffix: str, tensors: Tensors, in_features: int, nu
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The numbers of int32 words, lowest bits first: [..., n] -> uint8 [..., n, 32 / bits]"""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
+    """The numbers of int32 words, lowest bits first, of 4 or 8 bits: [..., n] -> uint8 [..., n 32 / bits]"""
+    each = words.contiguous().view(torch.uint8)
+    return each if bits == 8 else torch.stack((each & 15, each >> 4), dim=-1).flatten(-2)
+
+
+def signed(q: Tensor, bits: int) -> Tensor:
+    """q - 2^(bits - 1) as int8, of uint8."""
+    return (q ^ 128).view(torch.int8) if bits == 8 else q.view(torch.int8) - 8
 
 
 def ceil_div(count: int, size: int) -> int:

@@ -25,8 +25,8 @@ Drawn = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class FormCase:
-    """draw(weight, generator): a module of about these numbers in the form. kept: the form of its integers in words, for
-    kernels that read them."""
+    """draw(weight, generator): a module of about these numbers in the form. kept: the form of its integers in words,
+    for kernels that read them."""
 
     name: str
     settings: Mapping[str, Any]
@@ -245,13 +245,22 @@ CASES = {
     for case in (
         FormCase("W8A8", ct_settings("int-quantized", int_weights(8, "channel")), ct_int8("channel"), "int8"),
         FormCase("W8A8 tensor", ct_settings("int-quantized", int_weights(8, "tensor")), ct_int8("tensor"), "int8"),
-        FormCase("W8A8 zeros", ct_settings("int-quantized", int_weights(8, "channel")), ct_asymmetric, f"{OF_ROWS} with zero points"),
+        FormCase(
+            "W8A8 zeros",
+            ct_settings("int-quantized", int_weights(8, "channel")),
+            ct_asymmetric,
+            f"{OF_ROWS} with zero points",
+        ),
         FormCase(
             "W8A16", ct_settings("pack-quantized", int_weights(8, "channel")), ct_packed(8, True, channel=True), "int8"
         ),
-        FormCase("W4A16", ct_settings("pack-quantized", int_weights(4, "group", group_size=GROUP)), ct_packed(4, True), INT4),
         FormCase(
-            "W4A16 zeros", ct_settings("pack-quantized", int_weights(4, "group", group_size=GROUP)), ct_packed(4, False),
+            "W4A16", ct_settings("pack-quantized", int_weights(4, "group", group_size=GROUP)), ct_packed(4, True), INT4
+        ),
+        FormCase(
+            "W4A16 zeros",
+            ct_settings("pack-quantized", int_weights(4, "group", group_size=GROUP)),
+            ct_packed(4, False),
             f"{INT4} with zero points",
         ),
         FormCase(
@@ -263,26 +272,34 @@ CASES = {
             "CT FP8",
             ct_settings("float-quantized", {**int_weights(8, "channel"), "type": "float"}),
             fp8("channel", "weight_scale"),
+            "fp8",
         ),
         FormCase(
             "CT FP8 block",
-            ct_settings("float-quantized", {**int_weights(8, "block"), "type": "float", "block_structure": list(BLOCK)}),
+            ct_settings(
+                "float-quantized", {**int_weights(8, "block"), "type": "float", "block_structure": list(BLOCK)}
+            ),
             fp8("block", "weight_scale"),
         ),
-        FormCase(
-            "FP8 block", {**FP8_SETTINGS, "weight_block_size": list(BLOCK)}, fp8("block", "weight_scale_inv")
-        ),
-        FormCase("FP8 static", {**FP8_SETTINGS, "activation_scheme": "static"}, fp8_static),
+        FormCase("FP8 block", {**FP8_SETTINGS, "weight_block_size": list(BLOCK)}, fp8("block", "weight_scale_inv")),
+        FormCase("FP8 static", {**FP8_SETTINGS, "activation_scheme": "static"}, fp8_static, "fp8"),
         FormCase("GPTQ", gptq_settings(4, GROUP), gptq(4, GROUP), INT4),
         FormCase("GPTQ zeros", gptq_settings(4, GROUP), gptq(4, GROUP, is_symmetric=False), f"{INT4} with zero points"),
         FormCase("GPTQ act-order", gptq_settings(4, GROUP, desc_act=True), gptq(4, GROUP, is_ordered=True)),
         FormCase(
-            "GPTQ v2", gptq_settings(4, GROUP, checkpoint_format="gptq_v2"), gptq(4, GROUP, is_v1=False, is_symmetric=False),
+            "GPTQ v2",
+            gptq_settings(4, GROUP, checkpoint_format="gptq_v2"),
+            gptq(4, GROUP, is_v1=False, is_symmetric=False),
             f"{INT4} with zero points",
         ),
         FormCase("GPTQ 8 bits", gptq_settings(8, GROUP), gptq(8, GROUP), f"int8 in groups of {GROUP}"),
         FormCase("GPTQ 8 bits, one group", gptq_settings(8, -1), gptq(8, -1), "int8"),
-        FormCase("AWQ", {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq, f"{INT4} with zero points"),
+        FormCase(
+            "AWQ",
+            {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+            awq,
+            f"{INT4} with zero points",
+        ),
         FormCase("NF4", BNB, nf4(False)),
         FormCase("NF4 nested", BNB, nf4(True)),
         FormCase("LLM.int8()", {"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8, "int8"),

@@ -150,7 +150,11 @@ def make_gguf(base: Path, to: Path, arch: str, kinds: tuple[str, ...], more: dic
             numbers[name], raw = stored.float(), stored
             if arch == "llama" and any(part in name for part in ("q_proj", "k_proj")):
                 raw = in_ggml_order(stored, _heads(config, name))
-            tensors[gguf_name(name)] = (type_id, tuple(weight.shape), raw.contiguous().view(torch.uint8).numpy().tobytes())
+            tensors[gguf_name(name)] = (
+                type_id,
+                tuple(weight.shape),
+                raw.contiguous().view(torch.uint8).numpy().tobytes(),
+            )
             continue
         data, exact = drawn(kind, weight, generator)
         if arch == "llama" and any(part in name for part in ("q_proj", "k_proj")):  # what is drawn is in ggml's order

@@ -1,5 +1,5 @@
-"""Every quantised form: the numbers of its specification, logits and greedy tokens of the model that has them in floats,
-with and without adapters, on kernels that read the checkpoint's integers and on those that do not."""
+"""Every quantised form: the numbers of its specification, logits and greedy tokens of the model that has them in
+floats, with and without adapters, on kernels that read the checkpoint's integers and on those that do not."""
 
 from __future__ import annotations
 
@@ -91,18 +91,19 @@ def test_greedy_tokens_with_and_without_adapters(zoo: ModelZoo, made: dict[str, 
     quantized, plain = made[form].quantized, made[form].plain
     adapters = {"LoRA": zoo.adapter(plain, ADAPTER), "DoRA": kind_of(zoo, plain, "DoRA")}
     cases = [(name, zoo.fit_case(plain, adapters.get(name or ""))) for name in (None, *adapters)]
-    driver = driver_of(quantized, 1, LORA)
+    driver = driver_of(quantized, 1, LORA, dtype="float32")
     try:
         load(driver, adapters)
         check(driver, cases)
-        assert driver.engine.info.choices[-1].startswith("weights: ")
+        assert " checkpoint, kept as " in driver.engine.info.form
     finally:
         driver.close()
 
 
 # ------------------------------------------------------------------------------------------------------- kept integers
 
-KEPT = [name for name, case in CASES.items() if case.kept is not None]
+KEPT = [name for name, case in CASES.items() if case.kept not in (None, "fp8")]
+KEPT_FP8 = [name for name, case in CASES.items() if case.kept == "fp8"]
 KEEPING = [name for name in BACKENDS if name != "torch"]
 
 
@@ -112,7 +113,10 @@ def test_integers_that_kernels_read_are_kept(made: dict[str, Made], form: str, b
     """In a model of 16 bits, and where they are asked for. Their products with rows of the identity are the numbers;
     o_proj, which is plain, is of the model's dtype, or quantised."""
     kind = str(CASES[form].kept)
-    for quantization, dtype in ((None, torch.bfloat16), (kind[:4], torch.float32)):
+    asked = "int4-a16" if kind.startswith("int4") else "int8"
+    for quantization, dtype in ((None, torch.bfloat16), (asked, torch.float32)):
+        if quantization not in (None, *get_backend(backend, CPU).quantizations):
+            continue
         decoder = decoder_of(made[form].quantized, backend, quantization=quantization, dtype=dtype)
         plain = decoder_of(made[form].plain, "reference")
         assert [linear.is_kept for linear in decoder.linears] == [True, False, True, True] * 2
@@ -138,6 +142,20 @@ def test_kept_integers_are_nearer_than_rounding_again(
     assert kept <= again
 
 
+@pytest.mark.parametrize("form", KEPT_FP8, ids=str)
+def test_float8_is_kept_where_it_is_asked_for(made: dict[str, Made], form: str) -> None:
+    """With it comes that activations are rounded to 8 bits, so it is never the default."""
+    decoder = decoder_of(made[form].quantized, "reference", quantization="fp8", dtype=torch.bfloat16)
+    assert decoder.weights_form.endswith("kept as 6 linears in its own fp8, 2 linears in fp8")
+    plain = decoder_of(made[form].plain, "reference")
+    for linear, exact in zip(decoder.linears, plain.linears, strict=True):
+        if linear.is_kept:
+            assert torch.equal(linear.weight.rows(0, len(exact.weight)), exact.weight)
+    assert not any(
+        linear.is_kept for linear in decoder_of(made[form].quantized, "reference", dtype=torch.bfloat16).linears
+    )
+
+
 def test_what_is_asked_for_is_made_of_the_numbers(made: dict[str, Made]) -> None:
     """--quantization of another kind than the checkpoint's: as of the plain checkpoint."""
     for form, quantization in (("W8A8", "int4"), ("GPTQ", "int8"), ("FP8 block", "fp8")):
@@ -159,6 +177,6 @@ def test_inspect_says_how_it_would_be_kept(made: dict[str, Made], form: str) -> 
     assert report.is_served, report.reasons
     model = decoder_of(made[form].quantized, "auto", dtype=torch.bfloat16)
     first = report.forms[0]
-    assert model.weights_form == f"weights: {report.checkpoint_form} checkpoint, kept as {first.kept}"
+    assert model.weights_form == f"{report.checkpoint_form} checkpoint, kept as {first.kept}"
     kept = sum(tensor.nbytes for layer in model.weighted_layers() for tensor in layer.prepared().values())
     assert first.weight_bytes == pytest.approx(kept, rel=0.1)

@@ -52,13 +52,33 @@ WRONG = [
     ("W8A8", put("weight_scale", lambda t: t[:-1]), "weight_scale has shape (159, 1) and has to have"),
     ("W8A8", put("weight", lambda t: t[:, :-1]), "up_proj.weight has shape (160, 63) and has to have (160, 64)"),
     ("W8A8", put("weight", lambda t: t.to(torch.int16)), "up_proj.weight is int16 and has to be int8 or float8_e4m3fn"),
-    ("W4A16", put("weight_packed", lambda t: t[:, :-1]), "weight_packed has shape (160, 7) and has to have (160, 8) for 4"),
+    (
+        "W4A16",
+        put("weight_packed", lambda t: t[:, :-1]),
+        "weight_packed has shape (160, 7) and has to have (160, 8) for 4",
+    ),
     ("W4A16", put("weight_shape", lambda t: t + 1), "up_proj.weight_shape is [161, 65], the model's config.json asks"),
     ("W4A16", put("weight_scale", lambda t: t[:, :1].repeat(1, 3)), "has to have groups of (32,) for 64 inputs"),
-    ("W4A16 zeros", put("weight_zero_point", lambda t: t[:-1]), "weight_zero_point has shape (19, 2) and has to have (20"),
-    ("W4A16 ordered", put("weight_g_idx", with_index(2)), "weight_g_idx names groups 0 to 2, and there are groups 0 to 1"),
-    ("FP8 block", put("weight_scale_inv", lambda t: t[:-1]), "weight_scale_inv has shape (6, 1) and has to have (7, 1)"),
-    ("FP8 block", put("weight", lambda t: t.to(torch.bfloat16)), "up_proj.weight is bfloat16 and has to be float8_e4m3fn"),
+    (
+        "W4A16 zeros",
+        put("weight_zero_point", lambda t: t[:-1]),
+        "weight_zero_point has shape (19, 2) and has to have (20",
+    ),
+    (
+        "W4A16 ordered",
+        put("weight_g_idx", with_index(2)),
+        "weight_g_idx names groups 0 to 2, and there are groups 0 to 1",
+    ),
+    (
+        "FP8 block",
+        put("weight_scale_inv", lambda t: t[:-1]),
+        "weight_scale_inv has shape (6, 1) and has to have (7, 1)",
+    ),
+    (
+        "FP8 block",
+        put("weight", lambda t: t.to(torch.bfloat16)),
+        "up_proj.weight is bfloat16 and has to be float8_e4m3fn",
+    ),
     ("GPTQ", drop("scales"), "up_proj.scales is missing"),
     ("GPTQ", put("qweight", lambda t: t[:-1]), "qweight has shape (7, 160) and has to have (8, 160) for 4 bits"),
     ("GPTQ", put("qzeros", lambda t: t[:, :-1]), "qzeros has shape (2, 19) and has to have (2, 20)"),
@@ -127,7 +147,10 @@ GROUPED = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not suppor"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "'nvfp4-pack-quantized' is not suppor",
+        ),
         ({"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}, "transform_config is not supported"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "marlin-24"}}, "sparsity_config is not"),
         (
@@ -143,13 +166,19 @@ GROUPED = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"group_size": "x"}}}},
             "group_size must be a whole number >= 1, or -1, got 'x'",
         ),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "the block size must be two whole numbers >= 1, got [128]"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            "the block size must be two whole numbers >= 1, got [128]",
+        ),
         ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme 'none' is not supported"),
         ({"quant_method": "gptq", "bits": 3}, "bits=3 is not supported; only 4 and 8"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported; only gemm"),
         ({"quant_method": "awq", "zero_point": False}, "zero_point=false is not supported; only true"),
-        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' is not supported; only uint8"),
+        (
+            {"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"},
+            "'bfloat16' is not supported; only uint8",
+        ),
     ],
 )
 def test_settings_that_are_not_honoured_are_refused(
