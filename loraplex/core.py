@@ -465,8 +465,7 @@ STRETCHED_ROPE_TYPES = ("default", "linear")
 class LongContexts:
     """What adapters may make of the base model's positions.
 
-    rope_type, rope_factor: of the base's rotary embedding; num_positions: how many it was made for before any factor.
-    scaling_factors: those that adapters may have, as the settings say.
+    rope_type, rope_factor: of the base; num_positions: before any factor. scaling_factors: those adapters may have.
     """
 
     rope_type: str
@@ -484,9 +483,8 @@ class LongContexts:
 class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
-    backend_description: which kernels run, and why no faster ones, in words. choices: what the engine chose where a
-    setting left it open, and why: a line for the log each. long_contexts: None in an engine without LoRA. weights_form:
-    what a quantised checkpoint is and how its weights are kept, in words; "" for one of plain floats.
+    backend_description: which kernels run, and why no faster ones. choices: what the engine chose where a setting left
+    it open, a line each. long_contexts: None without LoRA. weights_form: how a quantised checkpoint's are kept.
     """
 
     model_path: str
