@@ -44,6 +44,7 @@ def test_a_linear_takes_the_longer_of_the_two() -> None:
     assert linear_s(1, (10, 10), "float32", peaks) == pytest.approx(4.0)
     assert linear_s(100, (10, 10), "float32", peaks) == pytest.approx(20.0)
     assert linear_s(100, (10, 10), "int8", peaks) == pytest.approx(20.0)  # floats are faster than int16 here
+    assert linear_s(100, (10, 10), "int4-a16", peaks) == pytest.approx(20.0)
 
 
 def test_an_adapter_is_read_once_for_all_its_requests() -> None:
