@@ -32,6 +32,9 @@ def test_the_shape_of_a_model() -> None:
         ("float16", 16, 20.8),
         ("int8", 1, 3.2),
         ("int8", 16, 15.0),
+        ("int4", 1, 2.0),
+        ("int4", 16, 9.1),
+        ("int4-a16", 16, 15.0),
     ],
 )
 def test_a_decode_step(storage: str, requests: int, milliseconds: float) -> None:
