@@ -4,6 +4,7 @@
     float-quantized         weight float8 e4m3, weight_scale per tensor, channel or block
     pack-quantized          weight_packed int32 [out, ceil(in bits / 32)] of q + 2^(bits - 1), lowest bits first;
                             weight_scale [out, G]; weight_zero_point packed likewise along the rows; weight_g_idx [in]
+    mxfp4-pack-quantized    weight_packed uint8 [out, in / 2], weight_scale uint8 [out, in / 32] (mxfp4.py)
 
 A module that `ignore` names has a plain weight. Bits are those that the shapes tell, so one file may mix them.
 Activations are not rounded as `input_activations` says: that is exact for W8A16, and nearer than asked for W8A8.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import ModelWeightError
+from loraplex.models.checkpoints.mxfp4 import BLOCK, Mxfp4Weight
 from loraplex.models.checkpoints.scaled import block_of, scaled
 from loraplex.models.checkpoints.stored import (
     FLOATS,
@@ -35,7 +37,10 @@ from loraplex.models.checkpoints.stored import (
     unpacked,
 )
 
-FORMATS = ("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+FORMATS = (
+    "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized",
+    "mixed-precision",
+)  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -47,7 +52,7 @@ class CompressedTensors:
     block: tuple[int, int] | None
 
     title: ClassVar[str] = "compressed-tensors"
-    reads: ClassVar[str] = "W8A8, W8A16, W4A16, FP8; any group, block"
+    reads: ClassVar[str] = "W8A8, W8A16, W4A16, FP8, MXFP4"
     keeps: ClassVar[str] = "integers without act-order"
     suffixes: ClassVar[Sequence[str]] = (
         "weight", "weight_scale", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx",
@@ -78,7 +83,10 @@ class CompressedTensors:
         return cls(tuple(sorted(sizes - {-1})), next(iter(blocks), None))
 
     def weight(self, module: str, shape: tuple[int, int], tensors: Tensors) -> StoredWeight:
-        if "weight_packed" in tensors:
+        packed = tensors.get("weight_packed")
+        if packed is not None and packed.dtype == torch.uint8:
+            return self._mxfp4(module, shape, tensors)
+        if packed is not None:
             return self._packed(module, shape, tensors)
         q = tensor_of(module, "weight", tensors, (torch.int8, *FP8), shape)
         scale = tensor_of(module, "weight_scale", tensors, FLOATS)
@@ -87,6 +95,16 @@ class CompressedTensors:
             bits = 0 if q.is_floating_point() else 8
             return self._grouped(module, shape, lambda first, last: q[first:last], scale, zero, tensors, bits)
         return scaled(module, q, "weight_scale", tensors, self.block, zero)
+
+    @staticmethod
+    def _mxfp4(module: str, shape: tuple[int, int], tensors: Tensors) -> Mxfp4Weight:
+        out, depth = shape
+        if depth % BLOCK or "weight_zero_point" in tensors:
+            raise ModelWeightError(
+                f"weight {module}: {depth} inputs are no whole blocks of {BLOCK} without zero points"
+            )
+        packed = tensor_of(module, "weight_packed", tensors, (torch.uint8,), (out, depth // 2))
+        return Mxfp4Weight(packed, tensor_of(module, "weight_scale", tensors, (torch.uint8,), (out, depth // BLOCK)))
 
     def _packed(self, module: str, shape: tuple[int, int], tensors: Tensors) -> StoredWeight:
         out, depth = shape
@@ -179,8 +197,10 @@ def _weights_of(name: str, group: object) -> Mapping[str, Any]:
     if not isinstance(weights, Mapping):
         raise ValueError(f"config_groups.{name}.weights must be an object, got {weights!r}")
     bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy")
-    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-        raise ValueError(f"config_groups.{name}: {bits} bits of {kind} are not supported; int4, int8 and float8 are")
+    is_mxfp4 = (kind, bits, strategy, weights.get("group_size")) == ("float", 4, "group", BLOCK)
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)) and not is_mxfp4:
+        known = f"int4, int8, float8, and float4 in groups of {BLOCK}, are"
+        raise ValueError(f"config_groups.{name}: {bits} bits of {kind} are not supported; {known}")
     if strategy not in (None, *STRATEGIES):
         raise ValueError(
             f"config_groups.{name}: strategy {strategy!r} is not supported; supported are {', '.join(STRATEGIES)}"

@@ -81,7 +81,7 @@ def test_linear_is_the_references(native: NativeBackend, case: dict[str, Any]) -
 
 
 def largest_error(x: torch.Tensor, weight: GroupWeight) -> torch.Tensor:
-    """[T, out]: half a step of each number of x, whose largest of a group is 127 or 32767 of them, and of sums."""
+    """[T, out]: half a step of each number of x, its group's largest being 127 or 32767, and roundings of sums."""
     rows, size = weight.rows(0, len(weight.q)).double().abs(), weight.group_size
     bound: torch.Tensor = 2**-20 * (x.double().abs() @ rows.T)
     for k in range(0, x.shape[1], size):

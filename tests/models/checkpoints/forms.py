@@ -116,6 +116,21 @@ def int_weights(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": True, **more}
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def mxfp4(weight: Tensor, generator: torch.Generator) -> Drawn:
+    out, depth = weight.shape
+    q, power = randint(generator, 0, 16, out, depth), round(math.log2(weight.std().item() / 3))
+    exponents = 127 + power + randint(generator, -1, 2, out, depth // 32)
+    tensors = {
+        "weight_packed": (q[:, ::2] + 16 * q[:, 1::2]).to(torch.uint8),
+        "weight_scale": exponents.to(torch.uint8),
+    }
+    numbers = torch.where(q < 8, 1.0, -1.0) * E2M1[q % 8]
+    return tensors, numbers * 2.0 ** (exponents - 127).repeat_interleave(32, dim=1)
+
+
 # ----------------------------------------------------------------------------------------------------------------- fp8
 
 
@@ -267,6 +282,11 @@ CASES = {
             "W4A16 ordered",
             ct_settings("pack-quantized", int_weights(4, "group", group_size=GROUP, actorder="group")),
             ct_packed(4, True, is_ordered=True),
+        ),
+        FormCase(
+            "MXFP4",
+            ct_settings("mxfp4-pack-quantized", {**int_weights(4, "group", group_size=32), "type": "float"}),
+            mxfp4,
         ),
         FormCase(
             "CT FP8",

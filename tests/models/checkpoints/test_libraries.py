@@ -78,6 +78,21 @@ def test_compressed_tensors_are_the_librarys(strategy: str, kind: str, is_symmet
     torch.testing.assert_close(read.rows(0, SHAPE[0]), want, rtol=0, atol=0)
 
 
+def test_mxfp4_of_compressed_tensors_is_the_librarys() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    generator = torch.Generator().manual_seed(2)
+    packed = torch.randint(0, 256, (SHAPE[0], SHAPE[1] // 2), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(100, 140, (SHAPE[0], SHAPE[1] // 32), dtype=torch.uint8, generator=generator)
+    want = unpack_fp4_from_uint8(packed, *SHAPE, dtype=torch.float32)
+    want = want * decompress_mx_scale(scale).float().repeat_interleave(32, dim=1)
+    form = ct_settings("mxfp4-pack-quantized", {**int_weights(4, "group", group_size=32), "type": "float"})
+    read = CompressedTensors.of(form).weight("m", SHAPE, {"weight_packed": packed, "weight_scale": scale})
+    torch.testing.assert_close(read.rows(0, SHAPE[0]), want, rtol=0, atol=0)
+
+
 def _bounds(weight: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
     out, depth = weight.shape
     views = {

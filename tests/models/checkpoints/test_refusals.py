@@ -155,7 +155,7 @@ GROUPED = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "marlin-24"}}, "sparsity_config is not"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3}}}},
-            "config_groups.a: 3 bits of int are not supported; int4, int8 and float8 are",
+            "config_groups.a: 3 bits of int are not supported; int4, int8, float8, and float4 in",
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"strategy": "tensor_group"}}}},
