@@ -45,7 +45,7 @@ from loraplex.errors import ConfigError
 from loraplex.kernels.ops import KernelBackend, get_backend
 
 OPS = ("linear", "lora", "attention", "glue", "sampling")
-DTYPES = ("float32", "bfloat16", "float16", "int8")
+DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "int4-a16")
 ROWS = (1, 4, 8, 16, 64, 256, 1024)
 CONTEXTS = (100, 256, 1024)
 MIXED_RANKS = (8, 16, 32, 64) * 4

@@ -6,7 +6,8 @@
                              2 sum over rows of the adapter's parameters / fp32 peak)
     tokens a second    = requests output_len / (step of the prompts + (output_len - 1) decode steps)
 
-`peak` is the fp32 multiply-add for float weights of any width and int16 multiply-add for int8 weights (W8A16).
+`peak` is the fp32 multiply-add for float weights of any width and int16 multiply-add for int8 weights (W8A16); for int4
+twice that, since its activations have 8 bits. The head of an int4 model is int8.
 Attention, norms and sampling are left out: the limit is a little higher than anything can be. Standard library only.
 """
 
@@ -18,8 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-INT8 = "int8"
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 17 / 32, "int4-a16": 17 / 32}
+"""Of int4: 4 bits, and a float16 for 64 numbers."""
+
+INTEGER_SPEED = {"int8": 1, "int4-a16": 1, "int4": 2}
+"""Operations for one of int16."""
+
+HEADS = {"int4": "int8", "int4-a16": "int8"}
+"""What the head is stored as, where it is not as the linears are."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Peaks:
 
     def of_weights(self, storage: str) -> float:
         """Operations/s on weights of a storage type. A machine that is faster on floats than int16 would use those."""
-        return max(self.int16, self.fp32) if storage == INT8 else self.fp32
+        return max(self.int16 * INTEGER_SPEED.get(storage, 0), self.fp32)
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def step_s(
     """Seconds of a step with `rows_each` rows for each request: 1 is a decode step, the prompt's length a prefill."""
     rows = rows_each * len(adapters)
     layer = sum(linear_s(rows, shape, storage, peaks) for shape in model.linears)
-    head = linear_s(len(adapters), model.head, storage, peaks)
+    head = linear_s(len(adapters), model.head, HEADS.get(storage, storage), peaks)
     return model.num_layers * layer + head + lora_s(rows_each, adapters, peaks)
 
 

@@ -83,20 +83,18 @@ def linears_of(size: str) -> dict[str, tuple[int, int]]:
 
 
 def linear_case(size: str, module: str, storage: str, rows: int) -> Case:
-    """x W^T, the weight stored as `storage`. Stock torch has none for int8."""
+    """x W^T, the weight stored as `storage`. Stock torch has none for int8 and int4."""
     shape = linears_of(size)[module]
     num_bytes = WEIGHT_BYTES[storage] * shape[0] * shape[1]
 
     def build(backend: KernelBackend) -> Call | None:
-        is_int8 = storage == "int8"
-        if is_int8 and "int8" not in backend.quantizations:
+        quantization = storage if storage.startswith("int") else None
+        if quantization is not None and quantization not in backend.quantizations:
             return None
-        dtype = torch.float32 if is_int8 else getattr(torch, storage)
+        dtype = torch.float32 if quantization is not None else getattr(torch, storage)
         weight = _draw(*shape, dtype=dtype)
         # A backend that keeps the weight as it is needs a copy each.
-        prepared = [
-            backend.prepare_linear(weight.clone(), "int8" if is_int8 else None) for _ in range(copies_for(num_bytes))
-        ]
+        prepared = [backend.prepare_linear(weight.clone(), quantization) for _ in range(copies_for(num_bytes))]
         x = _draw(rows, shape[1], dtype=backend.activation_dtype(dtype))
         return in_turn([lambda w=one: backend.linear(x, w) for one in prepared])
 

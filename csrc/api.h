@@ -7,7 +7,16 @@
 
 namespace loraplex {
 
-enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3 };
+enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3, kInt4 = 4, kInt8Groups = 5, kInt4Bytes = 6 };
+
+// What a weight in groups (kInt4, kInt8Groups; kInt4Bytes is kInt4 with activations in 8 bits) has in the place of a
+// scale per column; both [panels][groups][16].
+struct GroupScales {
+  const void* scale;    // of `format`: kF32 or kF16
+  const int8_t* zero;   // null: 8 in 4 bits, 0 in 8
+  int64_t size, count;  // k of a group: 32, 64 or 128; groups of a column
+  int32_t format;
+};
 
 // What paged attention needs of a step, the same for all layers (AttentionStep in attention.py). Strides are elements.
 struct AttentionStep {
@@ -17,7 +26,7 @@ struct AttentionStep {
   int64_t sequences, table_stride;
   int64_t block_stride;         // from KV block to KV block of one layer
   int32_t format, block_size, heads, kv_heads, head_dim, threads;
-  float scale;
+  float scale, softcap;  // scores are softcap * tanh(score / softcap); 0: as they are
 };
 
 // Arguments of loraplex_rotary_write_kv (RotaryCall in attention.py). Strides are elements, from token to token and
@@ -27,8 +36,8 @@ struct RotaryCall {
   const float *k, *v, *cos, *sin;
   const int64_t* kv_slots;  // [tokens]
   void* kv;
-  int64_t q_stride, k_stride, v_stride, block_stride, tokens;
-  int32_t format, block_size, heads, kv_heads, head_dim, threads;
+  int64_t q_stride, k_stride, v_stride, block_stride, rope_stride, tokens;
+  int32_t format, block_size, heads, kv_heads, head_dim, threads, rotary_dim, is_interleaved;
 };
 
 // What an adapter has for one slice of one linear: an entry of the slot table (loraplex/kernels/plan.py), a cache line.
@@ -92,13 +101,13 @@ struct TeamStats {
 // The operators that a program (loraplex/kernels/native/program.py) is made of, as `name` of Operator there.
 enum Operator : int32_t {
   kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kScaleInput,
-  kSumRanks, kOperators
+  kSumRanks, kLayerNorm, kAddScaled, kGelu, kOperators
 };
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.
 struct ProgramCall {
   int32_t op, threads;
-  float eps;
+  float eps, scale;
   void* at[6];
   int64_t size[4];
 };

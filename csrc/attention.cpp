@@ -3,7 +3,8 @@
 // BATCH INVARIANCE. The result of a query and head has the same bits whatever else is in the batch, however the prompt
 // is cut, on any number of threads and any vector width. Its keys go by in blocks of 64 from position 0 (also under a
 // sliding window), and
-//   scores    s = (q * scale) . k, one chain of fused multiply-adds over the dimensions in order
+//   scores    s = (q * scale) . k, one chain of fused multiply-adds over the dimensions in order; under a soft cap c
+//             s = c tanh(s / c)
 //   maximum   m' = max(m, max s), which is exact in any order; c = e^(m - m'), 1 where the maximum stays
 //   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); at the end
 //             sum_lanes(l)
@@ -145,6 +146,11 @@ void hide(float* scores, long groups, long first, long end) {
   }
 }
 
+void cap(float* scores, long groups, float softcap) {
+  for (long g = 0; g < groups; g++)
+    store(scores + 16 * g, mul(tanh(div(load(scores + 16 * g), set1(softcap))), set1(softcap)));
+}
+
 // Scores become weights, in place; rows' maxima and sums go on; state.factor is what the outputs are multiplied with.
 void softmax(State& state, long row, long rows, long groups) {
   alignas(64) float largest[16] = {};
@@ -186,6 +192,8 @@ void attend_tile(const Call& call, long base, long row, long rows, const Pointer
                                    state.scores + 16 * g);
     });
   });
+  if (call.step.softcap != 0.f)
+    for (long m = 0; m < rows; m++) cap(state.scores + m * kBlock, groups, call.step.softcap);
   if (end[0] - base < kGroup * groups || call.first_key(end[rows - 1]) > base)
     for (long m = 0; m < rows; m++)
       hide(state.scores + m * kBlock, groups, call.first_key(end[m]) - base, end[m] - base);

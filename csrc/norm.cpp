@@ -1,6 +1,6 @@
-// RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+// RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, row by row; layer norm: the same of x - mean(x), and a bias.
 //
-// The sum of squares is four chains of Vec16, the 16 elements at k going to chain (k / 16) mod 4: the same bits for
+// A sum is four chains of Vec16, the 16 elements at k going to chain (k / 16) mod 4: the same bits for
 // every width of a vector and number of threads.
 #include <cmath>
 
@@ -33,6 +33,24 @@ float inverse_rms(long size, float eps, At at) {
   return 1.f / std::sqrt(sum_lanes(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / (float)size + eps);
 }
 
+float row_sum(const float* x, long size) {
+  Vec16 sum[kChains] = {zero(), zero(), zero(), zero()};
+  for (long k = 0, c = 0; k < size; k += 16, c = (c + 1) % kChains) sum[c] = add(sum[c], load_first(x + k, size - k));
+  return sum_lanes(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+}
+
+// bias: or null
+void layer_norm_row(const float* x, const float* weight, const float* bias, long size, float eps, float* y) {
+  const Vec16 mean = set1(row_sum(x, size) / (float)size);
+  for (long k = 0; k < size; k += 16) store_first(y + k, sub(load_first(x + k, size - k), mean), size - k);
+  const Vec16 factor = set1(inverse_rms(size, eps, [=](long k, long count) { return load_first(y + k, count); }));
+  for (long k = 0; k < size; k += 16) {
+    const long count = size - k;
+    const Vec16 v = mul(mul(load_first(y + k, count), factor), load_first(weight + k, count));
+    store_first(y + k, bias == nullptr ? v : add(v, load_first(bias + k, count)), count);
+  }
+}
+
 void scale_row(const float* x, const float* weight, float factor, long size, float* y) {
   const Vec16 all = set1(factor);
   long k = 0;
@@ -58,16 +76,40 @@ LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_
   });
 }
 
-// residual += x, then x = rms_norm(residual): both in place.
+// residual += scale * x, then x = rms_norm(residual): both in place.
 LORAPLEX_API void loraplex_add_rms_norm(float* x, int64_t x_stride, float* residual, int64_t residual_stride,
-                                        int64_t rows, int64_t size, const float* weight, float eps, int32_t threads) {
-  for_rows(rows, 2 * rows * size, threads, [=](long r) {
-    float *row = x + r * x_stride, *total = residual + r * residual_stride;
-    const float factor = inverse_rms(size, eps, [=](long k, long count) {
-      const Vec16 v = add(load_first(row + k, count), load_first(total + k, count));
-      store_first(total + k, v, count);
-      return v;
+                                        int64_t rows, int64_t size, const float* weight, float eps, float scale,
+                                        int32_t threads) {
+  const auto norm_rows = [=](auto scaled) {
+    for_rows(rows, 2 * rows * size, threads, [=](long r) {
+      float *row = x + r * x_stride, *total = residual + r * residual_stride;
+      const float factor = inverse_rms(size, eps, [=](long k, long count) {
+        const Vec16 v = add(scaled(load_first(row + k, count)), load_first(total + k, count));
+        store_first(total + k, v, count);
+        return v;
+      });
+      scale_row(total, weight, factor, size, row);
     });
-    scale_row(total, weight, factor, size, row);
+  };
+  if (scale == 1.f) norm_rows([](Vec16 v) { return v; });
+  else norm_rows([by = set1(scale)](Vec16 v) { return mul(v, by); });
+}
+
+// residual += scale * x, in place.
+LORAPLEX_API void loraplex_add_scaled(const float* x, int64_t x_stride, float* residual, int64_t residual_stride,
+                                      int64_t rows, int64_t size, float scale, int32_t threads) {
+  for_rows(rows, rows * size, threads, [=](long r) {
+    const float* row = x + r * x_stride;
+    float* total = residual + r * residual_stride;
+    const Vec16 by = set1(scale);
+    for (long k = 0; k < size; k += 16)
+      store_first(total + k, add(mul(load_first(row + k, size - k), by), load_first(total + k, size - k)), size - k);
   });
+}
+
+// Layer norm of rows; bias: or null; y [rows, size] is dense.
+LORAPLEX_API void loraplex_layer_norm(const float* x, int64_t x_stride, int64_t rows, int64_t size,
+                                      const float* weight, const float* bias, float eps, float* y, int32_t threads) {
+  for_rows(rows, 2 * rows * size, threads,
+           [=](long r) { layer_norm_row(x + r * x_stride, weight, bias, size, eps, y + r * size); });
 }

@@ -3,11 +3,11 @@
 #include "api.h"
 
 LORAPLEX_API void loraplex_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in,
-                                  const void* weight, const float* weight_scale, int64_t out, const float* bias,
+                                  const void* weight, const void* weight_scale, int64_t out, const float* bias,
                                   float* y, int32_t threads);
 // The same and, in the same parallel region, the delta of adapters; `lora_seconds` (or null) gets the delta's time.
 LORAPLEX_API void loraplex_lora_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in,
-                                       const void* weight, const float* weight_scale, int64_t out, const float* bias,
+                                       const void* weight, const void* weight_scale, int64_t out, const float* bias,
                                        float* y, const loraplex::LoraTable* table,
                                        const loraplex::LoraSegments* segments, double* lora_seconds, int32_t threads);
 LORAPLEX_API void loraplex_add_lora(const loraplex::LoraTable* table, const loraplex::LoraSegments* segments,
@@ -18,10 +18,17 @@ LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_
                                     int64_t rows, int64_t size, const float* weight, float eps, float* y,
                                     int32_t threads);
 LORAPLEX_API void loraplex_add_rms_norm(float* x, int64_t x_stride, float* residual, int64_t residual_stride,
-                                        int64_t rows, int64_t size, const float* weight, float eps, int32_t threads);
+                                        int64_t rows, int64_t size, const float* weight, float eps, float scale,
+                                        int32_t threads);
+LORAPLEX_API void loraplex_add_scaled(const float* x, int64_t x_stride, float* residual, int64_t residual_stride,
+                                      int64_t rows, int64_t size, float scale, int32_t threads);
+LORAPLEX_API void loraplex_layer_norm(const float* x, int64_t x_stride, int64_t rows, int64_t size,
+                                      const float* weight, const float* bias, float eps, float* y, int32_t threads);
 LORAPLEX_API void loraplex_rotary_write_kv(const loraplex::RotaryCall* call);
 LORAPLEX_API void loraplex_paged_attention(const loraplex::AttentionStep* step, const float* q, int64_t q_stride,
                                            const void* kv, int64_t window, float* out);
 LORAPLEX_API void loraplex_silu_mul(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y,
                                     int32_t threads);
+LORAPLEX_API void loraplex_gelu(const float* x, int64_t x_stride, int64_t rows, int64_t size, int32_t is_tanh,
+                                int32_t has_up, float* y, int32_t threads);
 LORAPLEX_API void loraplex_sum_ranks(loraplex::RankBoard* board, float* y, int64_t count);

@@ -21,4 +21,39 @@ inline float quantize_row(const float* x, long in, int16_t* q) {
   return largest / 32767.f + sum_lanes(poison16);
 }
 
+inline void store_steps(int16_t* p, Vec16 v) { store_int16(p, v); }
+// As Int4Bytes has them: numbers 0, 4, 1, 5, 2, 6, 3, 7 of each eight.
+inline void store_steps(int8_t* p, Vec16 v) {
+  int16_t wide[16];
+  store_int16(wide, v);
+  for (int i = 0; i < 16; i++) p[i / 8 * 8 + (i / 2 % 2 * 4 + i % 2 * 2 + i / 4 % 2)] = (int8_t)wide[i];
+}
+
+// The same of each group of one row, as int16 or int8; a group begins at place(its first k). Scale and -zero * (sum
+// of q).
+template <class Integer, class Place>
+inline void quantize_groups(const float* x, long in, long group, int32_t zero_point, Place place, float* scale,
+                            int32_t* sum) {
+  constexpr float kMost = sizeof(Integer) == 1 ? 127.f : 32767.f;
+  for (long begin = 0; begin < in; begin += group, scale++, sum++) {
+    const long count = std::min(group, in - begin);
+    Vec16 largest16 = set1(1e-30f), poison16 = zero(), sum16 = zero();
+    for (long k = 0; k < count; k += 16) {
+      const Vec16 v = load_first(x + begin + k, count - k);
+      largest16 = max(abs(v), largest16);
+      poison16 = fma(v, zero(), poison16);
+    }
+    const float largest = max_lanes(largest16), poison = sum_lanes(poison16);
+    const Vec16 inverse = set1(kMost / largest);
+    Integer* to = place(begin);
+    for (long k = 0; k < count; k += 16) {
+      const Vec16 whole = round_even(mul(load_first(x + begin + k, count - k), inverse));
+      sum16 = add(sum16, whole);  // exact: below 2^24
+      store_steps(to + k, whole);
+    }
+    *scale = largest / kMost + poison;
+    *sum = poison == 0 ? -zero_point * (int32_t)sum_lanes(sum16) : 0;
+  }
+}
+
 }  // namespace loraplex

@@ -1,7 +1,10 @@
 // Rotary positions of q and k, new keys and values into their KV blocks (attention.h): in one go over the fused qkv.
 //
-// For the halves a, b of a head: a' = a cos - b sin, b' = b cos + a sin. The product with cos is rounded, the other one
-// is fused with the sum, in every instruction set: fma(-b, sin, a cos), fma(a, sin, b cos).
+// For the halves a, b of a head's first `rotary_dim` dimensions (interleaved: its even and its odd ones): a' = a cos -
+// b sin, b' = b cos + a sin. The product with cos is rounded, the other one is fused with the sum, in every instruction
+// set: fma(-b, sin, a cos), fma(a, sin, b cos). Dimensions behind them stay.
+#include <algorithm>
+
 #include "api.h"
 #include "attention.h"
 #include "rows.h"
@@ -11,8 +14,7 @@ namespace {
 
 constexpr long kParallelElements = 400000;  // of q, k and v, about 50 us
 
-void rotate(const float* x, const float* cos, const float* sin, long head_dim, float* out) {
-  const long half = head_dim / 2;
+void rotate_halves(const float* x, const float* cos, const float* sin, long half, float* out) {
   for (long i = 0; i < half; i += 16) {
     const long count = half - i;
     const Vec16 a = load_first(x + i, count), b = load_first(x + half + i, count);
@@ -23,6 +25,27 @@ void rotate(const float* x, const float* cos, const float* sin, long head_dim, f
   }
 }
 
+void rotate_pairs(const float* x, const float* cos, const float* sin, long half, float* out) {
+  for (long i = 0; i < half; i += 16) {
+    const long count = std::min(16L, half - i);
+    alignas(64) float a[16] = {}, b[16] = {};
+    for (long j = 0; j < count; j++) a[j] = x[2 * (i + j)], b[j] = x[2 * (i + j) + 1];
+    const Vec16 cosines = load_first(cos + i, count), sines = load_first(sin + i, count);
+    const Vec16 even = load(a), odd = load(b);
+    store(a, fma(sub(zero(), odd), sines, mul(even, cosines)));
+    store(b, fma(even, sines, mul(odd, cosines)));
+    for (long j = 0; j < count; j++) out[2 * (i + j)] = a[j], out[2 * (i + j) + 1] = b[j];
+  }
+}
+
+void rotate(const RotaryCall& call, long t, const float* x, float* out) {
+  const long half = call.rotary_dim / 2;
+  const float *cos = call.cos + t * call.rope_stride, *sin = call.sin + t * call.rope_stride;
+  if (call.is_interleaved) rotate_pairs(x, cos, sin, half, out);
+  else rotate_halves(x, cos, sin, half, out);
+  if (out != x) std::copy(x + call.rotary_dim, x + call.head_dim, out + call.rotary_dim);
+}
+
 template <class Kv>
 void write_token(const RotaryCall& call, long t) {
   const long head_dim = call.head_dim, head_size = call.block_size * head_dim;
@@ -30,8 +53,7 @@ void write_token(const RotaryCall& call, long t) {
   alignas(64) float rotated[kMaxHeadDim];
   for (long h = 0; h < call.kv_heads; h++) {
     auto* keys = (typename Kv::Element*)call.kv + block * call.block_stride + h * head_size;
-    rotate(call.k + t * call.k_stride + h * head_dim, call.cos + t * head_dim, call.sin + t * head_dim, head_dim,
-           rotated);
+    rotate(call, t, call.k + t * call.k_stride + h * head_dim, rotated);
     const float* v = call.v + t * call.v_stride + h * head_dim;
     for (long d = 0; d < head_dim; d += 16) {
       store_key<Kv>(keys, offset, d, head_dim, load(rotated + d));
@@ -57,9 +79,9 @@ void rotary_write_kv(const RotaryCall& call) {
   const long elements = call.tokens * (call.heads + 2 * call.kv_heads) * call.head_dim;
   auto token = [&](long t) {
     prefetch_keys<Kv>(call, t);
-    for (long h = 0; h < call.heads; h++) {
+    for (long h = 0; h < call.heads && call.rotary_dim > 0; h++) {
       float* head = call.q + t * call.q_stride + h * call.head_dim;
-      rotate(head, call.cos + t * call.head_dim, call.sin + t * call.head_dim, call.head_dim, head);
+      rotate(call, t, head, head);
     }
     write_token<Kv>(call, t);
   };

@@ -39,4 +39,29 @@ inline Vec16 exp(Vec16 x) {
   return select_less(x, set1(-87.f), zero(), mul(p, pow2(n)));
 }
 
+// By Cephes' polynomial below 0.625, else 1 - 2 / (e^(2 |x|) + 1). |error| < 2e-7 relative; NaN for NaN.
+inline Vec16 tanh(Vec16 x) {
+  const Vec16 square = mul(x, x), size = abs(x);
+  Vec16 p = set1(-5.70498872745e-3f);
+  p = fma(p, square, set1(2.06390887954e-2f));
+  p = fma(p, square, set1(-5.37397155531e-2f));
+  p = fma(p, square, set1(1.33314422036e-1f));
+  p = fma(p, square, set1(-3.33332819422e-1f));
+  const Vec16 near = fma(mul(p, square), x, x);
+  const Vec16 far = sub(set1(1.f), div(set1(2.f), add(exp(add(size, size)), set1(1.f))));
+  return select_less(size, set1(0.625f), near, select_less(x, zero(), sub(zero(), far), far));
+}
+
+// erf(x) by Abramowitz and Stegun's 7.1.26. |error| < 2e-7; NaN for NaN.
+inline Vec16 erf(Vec16 x) {
+  const Vec16 size = abs(x), t = div(set1(1.f), fma(set1(0.3275911f), size, set1(1.f)));
+  Vec16 p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const Vec16 far = sub(set1(1.f), mul(mul(p, t), exp(sub(zero(), mul(size, size)))));
+  return select_less(x, zero(), sub(zero(), far), far);
+}
+
 }  // namespace loraplex

@@ -198,6 +198,57 @@ inline Int16Sums load_int8_pairs(const int8_t* p) {
   for (int i = 0; i < 16; i++) out.even[i] = p[2 * i], out.odd[i] = p[2 * i + 1];
   return out;
 }
+// Of 16 words: bits 4 PART and 16 + 4 PART as pairs of 0..15.
+template <int PART>
+inline Int16Sums load_nibble_pairs(const uint32_t* p) {
+  Int16Sums out;
+  for (int i = 0; i < 16; i++) out.even[i] = p[i] >> 4 * PART & 15, out.odd[i] = p[i] >> (16 + 4 * PART) & 15;
+  return out;
+}
+// Of 16 words of four int8: those in bytes PART and 2 + PART as pairs.
+template <int PART>
+inline Int16Sums load_byte_pairs(const uint32_t* p) {
+  Int16Sums out;
+  for (int i = 0; i < 16; i++)
+    out.even[i] = (int8_t)(p[i] >> 8 * PART), out.odd[i] = (int8_t)(p[i] >> (16 + 8 * PART));
+  return out;
+}
+// Of 16 words: the low or the high halves of their bytes, as four numbers of 0..15; and four of int8 for all lanes.
+// Operands of multiply_add_bytes are words, in `even`.
+template <int PART>
+inline Int16Sums load_nibble_bytes(const uint32_t* p) {
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = p[i] >> 4 * PART & 0x0F0F0F0F;
+  return out;
+}
+inline Int16Sums broadcast_four(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = four;
+  return out;
+}
+// acc[i] += the sum of four products, x int8 and w 0..15.
+inline void multiply_add_bytes(Int16Sums& acc, const Int16Sums& x, const Int16Sums& w) {
+  for (int i = 0; i < 16; i++)
+    for (int b = 0; b < 32; b += 8) acc.even[i] += (int8_t)(x.even[i] >> b) * (w.even[i] >> b & 15);
+}
+// Sums themselves: one for all lanes, 16 of int8, and their products.
+inline Int16Sums broadcast_sum(const int32_t* p) {
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = *p;
+  return out;
+}
+inline Int16Sums load_int8(const int8_t* p) {
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = p[i];
+  return out;
+}
+inline Int16Sums multiply(const Int16Sums& a, const Int16Sums& b) {
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = a.even[i] * b.even[i];
+  return out;
+}
 inline void multiply_add(Int16Sums& acc, const Int16Sums& a, const Int16Sums& b) {
   for (int i = 0; i < 16; i++) acc.even[i] += a.even[i] * b.even[i] + a.odd[i] * b.odd[i];
 }

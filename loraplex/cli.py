@@ -24,6 +24,7 @@ from loraplex.cli_help import Flat, Listed, explain, group_fields, in_group, par
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.lora_modules import check_lora_modules, parse_lora_modules, start_engine
+from loraplex.models.commands import model_app
 from loraplex.performance.settings import ProfileSettings
 from loraplex.router.settings import RouteSettings
 from loraplex.serve.settings import RayConfig, RaySettings, with_database
@@ -36,6 +37,7 @@ app = App(
     name="loraplex",
     version=__version__,
     help="One base model in memory, thousands of LoRA adapters, any mix of them in one batch.",
+    help_format="plaintext",
     default_parameter=Parameter(negative_iterable=(), show_default=shown_default),
 )
 group_fields(KeySettings, "Security")
@@ -49,7 +51,7 @@ adapter_app = App(name="adapter", help="Look at adapters, and make new ones of t
 app.command(adapter_app)
 state_app = App(name="state", help="Check and repair the directory of --state-dir.")
 app.command(state_app)
-for command in (calibrate, simulate, plan, tenant_app, key_app):
+for command in (calibrate, simulate, plan, tenant_app, key_app, model_app):
     app.command(command)
 
 ModelsGroup = in_group("Model and adapters")
@@ -500,11 +502,17 @@ def repair_state(directory: Path, /) -> int:
 
 
 @app.command
-def doctor() -> int:
-    """Say what is installed, which kernels run here and why."""
+def doctor(*, url: str | None = None) -> int:
+    """Say what is installed, which kernels run here and why, and in which form a running server has its model.
+
+    Parameters
+    ----------
+    url
+        Address of a server: http://host:port or host:port.
+    """
     from loraplex.doctor import print_doctor
 
-    print_doctor()
+    print_doctor(url)
     return 0
 
 

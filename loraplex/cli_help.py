@@ -114,9 +114,10 @@ def explain(error: CycloptsError | OSError, app: App) -> str:
     given = error.unused_tokens[0] if isinstance(error, UnknownCommandError) and error.unused_tokens else None
     if given is None or error.app is not app or "Did you mean" in str(error):
         return str(error)
-    nested = {path[-1]: " ".join(path) for path in command_paths(app) if len(path) > 1}
-    nearest = get_close_matches(given, nested, n=1, cutoff=0.75)
-    return f'Unknown command "{given}". Did you mean "{nested[nearest[0]]}"?' if nearest else str(error)
+    nested = [path for path in command_paths(app) if len(path) > 1]
+    nearest = get_close_matches(given, [path[-1] for path in nested], n=1, cutoff=0.75)
+    meant = " or ".join(f'"{" ".join(path)}"' for path in nested if path[-1:] == tuple(nearest))
+    return f'Unknown command "{given}". Did you mean {meant}?' if meant else str(error)
 
 
 def with_options(text: str, command: App) -> str:

@@ -16,7 +16,7 @@ from loraplex.errors import ConfigError
 DTYPES = ("float32", "float16", "bfloat16")
 SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 """The field's short names, accepted for `lora_dtype`."""
-QUANTIZATIONS = ("fp8", "int8", "int4")
+QUANTIZATIONS = ("fp8", "int8", "int4", "int4-a16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
@@ -276,8 +276,9 @@ class EngineSettings:
     )
     quantization: str | None = setting(
         None,
-        "base weights in fewer bits: int8 (native, triton and reference kernels), int4 (triton, reference) or fp8 "
-        "(activations too; triton on a GPU of capability 8.9 or later, reference)",
+        "base weights in fewer bits: int8, int4 (native, triton and reference kernels; activations of native int4 in "
+        "8 bits), int4-a16 (native; in 16) or fp8 (activations too; triton on a GPU of capability 8.9 or later, "
+        "reference)",
     )
     packed_cache_dir: str | None = setting(
         None,

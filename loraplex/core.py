@@ -435,8 +435,7 @@ STRETCHED_ROPE_TYPES = ("default", "linear")
 class LongContexts:
     """What adapters may make of the base model's positions.
 
-    rope_type, rope_factor: of the base's rotary embedding; num_positions: how many it was made for before any factor.
-    scaling_factors: those that adapters may have, as the settings say.
+    rope_type, rope_factor: of the base; num_positions: before any factor. scaling_factors: those adapters may have.
     """
 
     rope_type: str
@@ -454,8 +453,8 @@ class LongContexts:
 class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
-    backend_description: which kernels run, and why no faster ones, in words. choices: what the engine chose where a
-    setting left it open, and why: a line for the log each. long_contexts: None in an engine without LoRA.
+    backend_description: which kernels run, and why no faster ones; form: the family, how weights and KV cache are kept.
+    choices: what the engine chose where a setting left it open, a line each. long_contexts: None without LoRA.
     """
 
     model_path: str
@@ -470,6 +469,7 @@ class EngineInfo:
     targets: tuple[LoraTarget, ...]
     kv_cache_dtype: str
     backend_description: str = ""
+    form: str = ""
     device: str = "cpu"
     choices: tuple[str, ...] = ()
     long_contexts: LongContexts | None = None

@@ -14,12 +14,14 @@ from rich.table import Table
 
 from loraplex import __version__
 from loraplex.adapters.files import TEXT_NAMES
-from loraplex.adapters.inspect import AdapterReport, Weigher, inspect_adapter
+from loraplex.adapters.inspect import AdapterReport, Weigher, inspect_adapter, printable
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.cpu import chosen_threads, cpu_limit
+from loraplex.errors import LoraplexError, shown
 from loraplex.frontend.frontend import texts_beside
+from loraplex.views.remote import RemoteServer
 
 if TYPE_CHECKING:
     from loraplex.models.decoder import Decoder
@@ -90,7 +92,9 @@ def decoder_of(base: str) -> Decoder:
     return Decoder(config, get_backend("auto", meta), torch.float32, meta, enable_lora=True)
 
 
-def print_doctor() -> None:
+def print_doctor(url: str | None = None) -> None:
+    """On standard output. url: of a server to be asked, too; LoraplexError without its answer."""
+    served = [] if url is None else [_server(url)]
     console = Console()
     table = Table(title=f"loraplex {__version__} on Python {platform.python_version()}", title_justify="left")
     table.add_column("package")
@@ -100,8 +104,20 @@ def print_doctor() -> None:
         for name in names:
             table.add_row(name, _version(name), purpose)
     console.print(table)
-    for line in _hardware():
+    for line in (*_hardware(), *served):
         console.print(line, markup=False, highlight=False, soft_wrap=True)  # a path in one piece, brackets and all
+
+
+def _server(url: str) -> str:
+    try:
+        found = RemoteServer(url).get_json("/version")
+    except OSError as error:
+        raise LoraplexError(f"{url} did not answer: {error}") from error
+    names = ("version", "backend", "model")
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in names):
+        raise LoraplexError(f"{url} is no server of Loraplex of this version: {shown(found)}")
+    version, backend, model = (printable(found[name]) for name in names)
+    return f"{url}: loraplex {version}\n    model: {model}\n    kernels: {backend}"
 
 
 def _version(package: str) -> str:

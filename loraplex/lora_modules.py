@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -96,6 +95,8 @@ async def load_modules(
     One that cannot be loaded is logged and noted as skipped, or ends the loads (ConfigError). An error of the engine
     always ends them.
     """
+    import asyncio
+
     from loraplex.adapters.registry import LoadTurn
 
     resumed = {} if engine.registry is None else engine.registry.refs()

@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 VERBS = {"kernels": "compiling", "graphs": "capturing"}
+IN_BYTES = ("weights",)
 LOGGED_STEPS = 4
 
 _log = logging.getLogger("loraplex.start")
@@ -28,6 +30,7 @@ class StartProgress:
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),
         )
         self._has_terminal = sys.stderr.isatty()
@@ -49,10 +52,14 @@ class StartProgress:
     def update(self, what: str, done: int, total: int) -> None:
         text = f"{VERBS.get(what, 'loading')} {what}"
         if what not in self._bars:
-            self._bars[what] = self._progress.add_task(text, total=total)
-        self._progress.update(self._bars[what], completed=done)
+            self._bars[what] = self._progress.add_task(text, total=total, amount="")
+        self._progress.update(self._bars[what], completed=done, amount=_amount(what, done, total))
         if not self._has_terminal:
             step = LOGGED_STEPS * done // max(total, 1)
             if step > self._steps.get(what, -1):
                 self._steps[what] = step
-                _log.info("%s: %d %%", text, 100 * done // max(total, 1))
+                _log.info("%s: %d %% (%s)", text, 100 * done // max(total, 1), _amount(what, done, total))
+
+
+def _amount(what: str, done: int, total: int) -> str:
+    return f"{decimal(done)} of {decimal(total)}" if what in IN_BYTES else f"{done} of {total}"

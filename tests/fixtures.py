@@ -38,6 +38,8 @@ VOCAB_SIZE = 8192
 HIDDEN_SIZE = 64
 NUM_LAYERS = 2
 FAMILIES = ("mistral", "qwen2", "llama", "qwen3")
+MORE_FAMILIES = (*("cohere2", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "smollm3", "starcoder2"),)
+"""Those that tests/engine/test_family_parity.py has, and the grids of kinds and fields do not."""
 REFERENCE_FAMILIES = FAMILIES[:2]
 """The reference is slow: a family with a window and one with biases show its branches. They are the first: pytest then
 makes a module's fixture of FAMILIES once for all of its tests."""
@@ -168,7 +170,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
-_CONFIG_CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+_CONFIG_CLASSES = {
+    **{"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"},
+    **{"cohere2": "Cohere2Config", "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig", "glm4": "Glm4Config"},
+    **{"granite": "GraniteConfig", "olmo2": "Olmo2Config", "phi3": "Phi3Config", "smollm3": "SmolLM3Config"},
+    "starcoder2": "Starcoder2Config",
+}
 _BASE_OPTIONS: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
@@ -188,6 +195,19 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden_size / heads
+    "cohere2": {"num_hidden_layers": 3, "sliding_window": 24, "sliding_window_pattern": 3, "logit_scale": 0.7},
+    "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 20.0},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    "glm4": {"head_dim": 32, "attention_bias": True},
+    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 1.5, "residual_multiplier": 0.7}
+    | {"logits_scaling": 1.3},
+    "olmo2": {},
+    "phi3": {"sliding_window": 24},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "starcoder2": {"norm_epsilon": 1e-5, "num_hidden_layers": 3},
+}
+_FAMILY_GAINS: Mapping[str, Mapping[str, float]] = {
+    "starcoder2": {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 1.2, "c_proj": 0.4},  # its MLP without a gate says one thing
 }
 
 
@@ -407,11 +427,14 @@ def randomise(model: torch.nn.Module) -> None:
     depth = 1 / math.sqrt(2 * config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            centre = 1.0 if "norm" in name else 0.0
+            is_norm_bias = "norm" in name and name.endswith("bias")
+            centre = 1.0 if "norm" in name and not is_norm_bias else 0.0
             gain = 2.0 if "q_norm" in name or "k_norm" in name else 1.0  # these undo the gain of q and k: give it back
+            gain = 0.2 if is_norm_bias else gain  # a bias of the last norm is one of the logits
             parameter.copy_(gain * (centre + 0.1 * torch.randn(parameter.shape)))
         else:
-            parameter.normal_(0, _gain(name, depth) / math.sqrt(parameter.shape[1]))
+            own = (gain for part, gain in _FAMILY_GAINS.get(config.model_type, {}).items() if part in name)
+            parameter.normal_(0, next(own, _gain(name, depth)) / math.sqrt(parameter.shape[1]))
 
 
 def _gain(name: str, depth: float) -> float:
@@ -420,6 +443,7 @@ def _gain(name: str, depth: float) -> float:
         "lm_head": 0.5,
         "q_proj": 2.0,
         "k_proj": 2.0,
+        "qkv_proj": 2.0,
         "o_proj": 2 * depth,
         "down_proj": 2 * depth,
     }
@@ -527,7 +551,12 @@ def _plain(value: Any) -> Any:
 
 
 def _load_base(path: Path) -> torch.nn.Module:
-    model: torch.nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    """Attention is eager where scores have a soft cap, which scaled_dot_product_attention leaves out."""
+    transformers = _transformers()
+    is_capped = getattr(transformers.AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager" if is_capped else None
+    )
     return model
 
 

@@ -112,6 +112,7 @@ def test_commands_are_those_of_the_docs() -> None:
         "plan",
         *(f"tenant {verb}" for verb in ("create", "change", "list", "delete", "share", "shares")),
         *(f"key {verb}" for verb in ("create", "list", "revoke")),
+        "model inspect",
         "serve",
         "route",
         "generate",
@@ -222,7 +223,7 @@ def test_version(run: Run) -> None:
         (["serve"], 'Command "serve" parameter MODEL requires an argument.'),
         (["nope"], 'Unknown command "nope".'),
         (["sevre"], 'Did you mean "serve"?'),
-        (["inspect", UPPER], 'Unknown command "inspect". Did you mean "adapter inspect"?'),
+        (["inspect", UPPER], 'Unknown command "inspect". Did you mean "adapter inspect" or "model inspect"?'),
         (["repair"], 'Unknown command "repair". Did you mean "state repair"?'),
         (["adapter", "inspct", UPPER], 'Did you mean "inspect"?'),
         (["serve", BASE, "--nope"], "Unknown option: --nope."),
@@ -1032,6 +1033,25 @@ def test_doctor(run: Run) -> None:
     for word in ("torch", "pyzmq", "CPU:", "kernels on cpu: ", "GPU:"):
         assert word in out
     assert "not installed" not in out
+
+
+def test_doctor_asks_a_server_for_the_form_of_its_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply: Any = {"version": "1.2", "backend": "native", "model": "llama; weights: int8, of bfloat16\x1b[31m"}
+    monkeypatch.setattr("loraplex.views.remote.RemoteServer.get_json", lambda self, path: reply)
+    code, out, _ = run("doctor", "--url", "127.0.0.1:1")
+    assert code == 0
+    assert (
+        "127.0.0.1:1: loraplex 1.2\n    model: llama; weights: int8, of bfloat16\\x1b[31m\n    kernels: native" in out
+    )
+    reply = {"version": "1.2"}
+    code, _, err = run("doctor", "--url", "127.0.0.1:1")
+    assert (code, "is no server of Loraplex of this version" in err) == (1, True)
+
+
+def test_doctor_without_an_answer(run: Run) -> None:
+    code, _, err = run("doctor", "--url", "127.0.0.1:1")
+    assert code == 1
+    assert "127.0.0.1:1 did not answer" in err
 
 
 def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

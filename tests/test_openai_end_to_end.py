@@ -258,6 +258,7 @@ def test_models(server: Server, sdk: openai.OpenAI) -> None:
 def test_version_says_which_kernels_run(http_client: httpx.Client) -> None:
     body = http_client.get("/version").json()
     assert body["version"] == loraplex.__version__
+    assert body["model"] == "llama; weights: float32; KV cache: float32"
     assert re.fullmatch(r"native (avx512|avx2|portable), 1 thread.*|stock torch \(.+\)", body["backend"])
 
 

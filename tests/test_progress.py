@@ -38,7 +38,8 @@ def test_without_a_terminal_each_quarter_is_a_line_of_the_log(caplog: pytest.Log
             progress.update("adapters", done, 2)
     assert caplog.messages == [
         "starting the engine",
-        *(f"loading weights: {percent} %" for percent in (0, 25, 50, 75, 100)),
-        "loading adapters: 50 %",
-        "loading adapters: 100 %",
+        "loading weights: 0 % (0 bytes of 100.0 kB)",
+        *(f"loading weights: {percent} % ({percent}.0 kB of 100.0 kB)" for percent in (25, 50, 75, 100)),
+        "loading adapters: 50 % (1 of 2)",
+        "loading adapters: 100 % (2 of 2)",
     ]

@@ -130,7 +130,7 @@ class AdapterReport:
             if is_set(each.value) or each.verdict is Verdict.REFUSED:
                 reason = f"  ({each.reason})" if each.verdict is Verdict.IGNORED else ""
                 lines.append(f"  {each.verdict.value:8} {each.name} = {shown(each.value, 80)}{reason}")
-        return "\n".join(map(_printable, lines))
+        return "\n".join(map(printable, lines))
 
     def _base_note(self) -> str:
         return "" if self.is_checked_against_base else " (not checked against a base model; give one with --base)"
@@ -165,7 +165,7 @@ class AdapterReport:
         ]
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """What an adapter calls its fields and modules may hold orders for the terminal: they are shown, not obeyed."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 

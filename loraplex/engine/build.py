@@ -37,18 +37,18 @@ from loraplex.memory.space.arena import Arena, KVShare
 from loraplex.memory.weights.copies import CopyEngine, copies_for
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import Packer, can_share
+from loraplex.models.checkpoints.stored import KEPT_FORMAT
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder, check_shares
 from loraplex.models.dominant import DominantMerger
 from loraplex.models.loader import load_model, read_merged
 from loraplex.models.packed_cache import PackedCache
-from loraplex.models.source import resolve_model
+from loraplex.models.source import read_tokenizer, resolve_model
 from loraplex.performance.profiler import Profiler
 from loraplex.private_folder import default_folder, private_folder
 from loraplex.ranks.leader import LeadingRank
 from loraplex.ranks.messages import UseMemory
 from loraplex.structured.grammars import GrammarCompiler
-from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _build(
     kv_dtype, allocate = getattr(torch, kv_cache_dtype), ranks.allocate if isinstance(ranks, LeadingRank) else None
     memory = plan_memory(config, model_config, model, kv_dtype, device, device_memory(device), allocate)
     heads, windows = model_config.num_attention_heads, model_config.sliding_windows
-    backend.choose_attention(heads, model.activation_dtype, memory.kv, windows)
+    backend.choose_attention(heads, model.activation_dtype, memory.kv, windows, model_config.attention_softcap)
     blocks = _build_blocks(config, memory)
     events = EventLog()
     source, lora = AdapterSource(config.root_paths), memory.lora
@@ -145,7 +145,7 @@ def _build(
     prepare = None if adapters is None else adapters.prepare_step
     sampler = Sampler(model_config.vocab_size, backend)
     merger = _merger(config, model, backend, adapters)
-    grammars = GrammarCompiler(partial(_open_tokenizer, config.tokenizer or path), model_config.vocab_size)
+    grammars = GrammarCompiler(partial(read_tokenizer, Path(config.tokenizer or path)), model_config.vocab_size)
     runner = ModelRunner(model, memory.kv, builder, sampler, profiler, prepare, graphs, merger, grammars)
     _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
@@ -153,11 +153,6 @@ def _build(
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     parts = info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler, events, caretaker
     return EngineCore(*parts, look_ahead=look_ahead, grammars=grammars)
-
-
-def _open_tokenizer(path: str | Path) -> Tokenizer | None:
-    """At the first request whose output has a form: other requests come as token ids."""
-    return Tokenizer.from_dir(path) if (Path(path) / "tokenizer.json").exists() else None
 
 
 def _share_memory(
@@ -189,13 +184,16 @@ def _info(
     device_choice: str,
 ) -> EngineInfo:
     dtype_name = model_config.effective_dtype(config.dtype)
+    kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    kept = f"{config.quantization}, of {dtype_name}" if config.quantization else dtype_name
+    form = f"{model_config.model_type}; weights: {model.weights_form or kept}; KV cache: {kv_cache_dtype}"
     return EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
         dtype=dtype_name,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        kv_cache_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=kv_cache_dtype,
         adapter_memory_bytes=0 if memory.lora is None else memory.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
         vocab_size=model_config.vocab_size,
@@ -203,6 +201,7 @@ def _info(
         backend=backend.name,
         backend_description=backend.description,
         device=str(memory.arena.device),
+        form=form,
         choices=tuple(filter(None, (device_choice, memory.choice))),
         long_contexts=None
         if config.lora is None
@@ -253,6 +252,11 @@ def _merger(
     lora = config.lora
     if lora is None or adapters is None or not lora.merge_dominant_adapter:
         return None
+    if any(linear.is_kept for linear in model.linears):
+        raise ConfigError(
+            f"merge_dominant_adapter needs base weights in floats ({model.weights_form}); leave it out, or serve a "
+            "checkpoint that is not quantised"
+        )
     merger = DominantMerger(model, backend, adapters, lora.merged_memory_bytes, config.critical_pressure)
     forget_kv = adapters.on_digest_dropped
 
@@ -272,8 +276,8 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(
             f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: "
-            f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's "
-            "native kernels too, fp8 wants a GPU of compute capability 8.9 or later)"
+            f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 and int4 are on "
+            "a CPU's native kernels too, int4-a16 on those alone; fp8 wants a GPU of compute capability 8.9 or later)"
         )
     if config.lora is not None and config.lora.merge_dominant_adapter and backend.name != "native":
         raise ConfigError(
@@ -308,14 +312,19 @@ def _load_model(
         config.quantization,
         None
         if ranks.shard.size > 1
-        else _packed_cache(config, path, str(dtype).removeprefix("torch."), backend, merged),
+        else _packed_cache(config, path, model_config, str(dtype).removeprefix("torch."), backend, merged),
         merged,
         ranks,
     )
 
 
 def _packed_cache(
-    config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend, merged: MergedAdapter | None
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    dtype_name: str,
+    backend: KernelBackend,
+    merged: MergedAdapter | None,
 ) -> PackedCache | None:
     if backend.packed_format is None or config.load_format != "auto" or config.packed_cache_dir == "none":
         return None
@@ -324,6 +333,7 @@ def _packed_cache(
         return None
     private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
     form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
+    form += [KEPT_FORMAT] if model_config.form is not None or path.is_file() else []
     return PackedCache(folder, path, form, "" if merged is None else merged.digest)
 
 

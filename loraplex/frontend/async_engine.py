@@ -94,8 +94,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The base model as clients see it. backend: which kernels run, in words. longest_len: the longest sequence in
-    tokens, of the base or of an adapter with a longer context."""
+    """The base model as clients see it. backend: which kernels run, in words; form: as EngineInfo's. longest_len: the
+    longest sequence in tokens, of the base or of an adapter with a longer context."""
 
     served_model_name: str
     root: str
@@ -104,6 +104,7 @@ class ModelInfo:
     dtype: str
     backend: str
     longest_len: int
+    form: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,7 @@ class AsyncEngine(AdapterVerbs):
             info.dtype,
             info.backend_description,
             max(info.max_model_len, 0 if info.long_contexts is None else info.long_contexts.longest),
+            info.form,
         )
         self._front = make_front(
             self.config,

@@ -24,6 +24,7 @@ from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase
 from loraplex.core import AdapterChoice, AdapterMix, EngineInfo, LoRAMix, LoRARequest, MixPart, mix_digest
 from loraplex.errors import ConfigError, InvalidRequestError, LoraDisabledError, shortened
 from loraplex.frontend.adapter_updates import AdapterUpdates
+from loraplex.models.source import read_tokenizer
 from loraplex.structured.judge import FormJudge
 from loraplex.structured.params import StructuredOutputsParams
 from loraplex.text.adapter_text import AdapterTexts
@@ -327,9 +328,9 @@ def texts_beside(model: str | Path, vocab_size: int, tokenizer: str | Path, has_
 
 
 def open_tokenizer(path: str | Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    """The tokenizer of a model directory and its end tokens. Without tokenizer.json, prompts must be token ids."""
-    if not (Path(path) / "tokenizer.json").exists():
+    """The tokenizer of a model directory or GGUF file and its end tokens. Without any, prompts must be token ids."""
+    tokenizer = read_tokenizer(Path(path))
+    if tokenizer is None:
         logger.warning("%s has no tokenizer.json: prompts must be token ids and outputs are token ids", path)
         return None, read_eos_token_ids(path)
-    tokenizer = Tokenizer.from_dir(path)
     return tokenizer, tuple(tokenizer.eos_token_ids)

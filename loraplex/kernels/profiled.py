@@ -20,6 +20,9 @@ PART_OF = {
     "embedding": "glue",
     "rotary_write_kv": "glue",
     "silu_mul": "glue",
+    "layer_norm": "glue",
+    "add_scaled": "glue",
+    "gelu": "glue",
     "sum_ranks": "glue",
 }
 """Operator of a step -> part of the profile (loraplex/performance/profiler.py)."""

@@ -24,6 +24,7 @@ from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
 from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule
@@ -90,6 +91,11 @@ class LayerOps(Protocol):
         """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
         ...
 
+    def keep_linear(self, weight: QuantizedSpecification) -> LinearWeight | None:
+        """A weight whose integers and scales a checkpoint has, in those bits, for `linear`; None: no kernel reads
+        them."""
+        ...
+
     def linear_tensors(self, weight: LinearWeight) -> dict[str, torch.Tensor]:
         """A prepared weight as named tensors."""
         ...
@@ -145,17 +151,35 @@ class LayerOps(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones).
+
+        A weight that is wider than x is multiplied before the result is rounded to the dtype of x.
+        """
         ...
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual); the inputs may be overwritten."""
+        """(rms_norm(total), total), total := scale x + residual; the inputs may be overwritten."""
+        ...
+
+    def add_scaled(self, x: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
+        """scale x + residual, [T, n]; the residual may be overwritten."""
+        ...
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension of x [T, n]."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, gate_up [T, 2 I] -> [T, I]."""
+        ...
+
+    def gelu(self, x: torch.Tensor, is_tanh: bool, has_up: bool) -> torch.Tensor:
+        """gelu(gate) * up of x = gate, up [T, 2 I] -> [T, I], or where there is no up gelu(x) [T, I].
+
+        gelu(x) = x/2 (1 + erf(x / sqrt(2))); is_tanh: x/2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+        """
         ...
 
     def rotary_write_kv(
@@ -167,20 +191,30 @@ class LayerOps(Protocol):
         sin: torch.Tensor,
         kv_layer: torch.Tensor,
         kv_slot_mapping: torch.Tensor,
+        is_interleaved: bool = False,
     ) -> torch.Tensor:
-        """q with rotary positions (Hugging Face's rotate_half; cos and sin [T, D]); q, k and v may be overwritten.
+        """q with rotary positions; q, k and v may be overwritten.
 
+        cos and sin [T, R], R <= D: the first R dimensions of a head are turned, the others stay. Their halves make
+        pairs (Hugging Face's rotate_half), or, interleaved, neighbours do; the halves of cos and sin are equal.
         k, rotated too, and v of each token go to block * block_size + offset = kv_slot_mapping[t], in the dtype of the
         cache.
         """
         ...
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """softmax(scale q K^T) V over each sequence's KV blocks, causal; [T, H, D] in the dtype of q.
 
         With a window, a query at position p sees keys in (p - window, p]. Bytes past a context never show, NaN neither.
+        softcap: a score s is softcap * tanh(s / softcap).
         """
         ...
 
@@ -384,12 +418,17 @@ class KernelBackend(LayerOps, AdapterPacking, SamplingOps, StepCapture, Protocol
         ...
 
     def choose_attention(
-        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
+        self,
+        num_heads: int,
+        dtype: torch.dtype,
+        kv: torch.Tensor,
+        sliding_windows: Sequence[int | None],
+        softcap: float | None = None,
     ) -> None:
         """For an engine of these shapes, before its first step: which kernels run `paged_attention`, measured where
         there are several.
 
-        dtype: of q; kv: the KV memory; windows: of the layers. `description` says it. Raises ConfigError where what the
-        setting attention_backend asks for cannot run.
+        dtype: of q; kv: the KV memory; windows: of the layers; softcap: of scores. `description` says it. Raises
+        ConfigError where what the setting attention_backend asks for cannot run.
         """
         ...

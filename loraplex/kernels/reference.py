@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from loraplex.cpu import CpuUse
 from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.checksum import checksums
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.quantized_weights import SPECIFICATIONS, QuantizedSpecification
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule, target_mass
@@ -297,7 +298,12 @@ class StockWeights:
         """There is nothing that a step expects."""
 
     def choose_attention(
-        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
+        self,
+        num_heads: int,
+        dtype: torch.dtype,
+        kv: torch.Tensor,
+        sliding_windows: Sequence[int | None],
+        softcap: float | None = None,
     ) -> None:
         """There is one."""
 
@@ -317,101 +323,14 @@ class StockWeights:
     def may_replay(self, table: SlotTable) -> bool:
         return False
 
+    def keep_linear(self, weight: QuantizedSpecification) -> Any | None:
+        return None
+
     def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
         return {"weight": weight}
 
     def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> Any:
         return tensors["weight"]
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """W8A16: weight [out, in] = q * scale[:, None], q int8, scale float32 [out] := max |row| / 127."""
-
-    q: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Int8Weight:
-        scale = weight.float().abs().amax(-1).clamp_min(1e-30) / 127
-        return cls((weight.float() / scale[:, None]).round().to(torch.int8), scale)
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] is rounded to int16 row by row, scale := max |row| / 32767; the sum of integers is exact."""
-        x_scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 32767
-        x_q = (x.float() / x_scale).round().double()
-        return (x_q @ self.q.double().T * x_scale * self.scale).to(x.dtype)
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        return self.q[first:last] * self.scale[first:last, None]
-
-
-INT4_GROUP = 128
-"""Numbers of a weight's row that have one scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """W4A16: weight[n, k] = scale[n, k // 128] * (q[n, k] - 8), q uint8 [out, in] of 0..15, scale in its dtype.
-
-    The number of a group that is furthest from 0 is -8 * scale, whatever its sign: a scale may be negative, and all 16
-    values are used.
-    """
-
-    q: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Int4Weight:
-        out_features, in_features = weight.shape
-        groups = F.pad(weight.float(), (0, -in_features % INT4_GROUP)).view(out_features, -1, INT4_GROUP)
-        furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-        scale = (furthest / -8).to(weight.dtype)
-        q = (groups / scale.float().masked_fill(scale == 0, 1.0)).round().add(8).clamp(0, 15).to(torch.uint8)
-        return cls(q.view(out_features, -1)[:, :in_features], scale.squeeze(-1))
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        scale = self.scale.double().repeat_interleave(INT4_GROUP, dim=1)[:, : self.q.shape[1]]
-        return (x.double() @ ((self.q.double() - 8) * scale).T).to(x.dtype)
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        scale = self.scale[first:last].float().repeat_interleave(INT4_GROUP, dim=1)[:, : self.q.shape[1]]
-        return (self.q[first:last].float() - 8) * scale
-
-
-FP8_MAX = 448.0
-"""The largest number of float8 e4m3."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Weight:
-    """W8A8: weight [out, in] = q * scale[:, None], q float8 e4m3, scale float32 [out] := max |row| / 448."""
-
-    q: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: torch.Tensor) -> Fp8Weight:
-        """Rows of a weight, or of activations: both are rounded alike."""
-        scale = rows.float().abs().amax(-1).clamp_min(1e-30) / FP8_MAX
-        return cls((rows.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] is rounded to float8 row by row."""
-        rounded = Fp8Weight.of(x)
-        sums = rounded.q.double() @ self.q.double().T
-        return (sums * rounded.scale[:, None] * self.scale).to(x.dtype)
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        return self.q[first:last].float() * self.scale[first:last, None]
-
-
-QuantizedSpecification = Int8Weight | Int4Weight | Fp8Weight
-SPECIFICATIONS: dict[str, type[Int8Weight] | type[Int4Weight] | type[Fp8Weight]] = {
-    "fp8": Fp8Weight,
-    "int8": Int8Weight,
-    "int4": Int4Weight,
-}
 
 
 class ReferenceBackend(StockPacking, StockWeights):
@@ -462,6 +381,9 @@ class ReferenceBackend(StockPacking, StockWeights):
     ) -> torch.Tensor | QuantizedSpecification:
         return weight if quantization is None else SPECIFICATIONS[quantization].of(weight)
 
+    def keep_linear(self, weight: QuantizedSpecification) -> QuantizedSpecification:
+        return weight
+
     def _rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
         if isinstance(weight, QuantizedSpecification):
             return weight.rows(first, last)
@@ -478,17 +400,30 @@ class ReferenceBackend(StockPacking, StockWeights):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.to(_accumulator(x.dtype))
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
+        return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual
+        total = self.add_scaled(x, residual, scale)
         return self.rms_norm(total, weight, eps), total
+
+    def add_scaled(self, x: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale + residual
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        wide = x.to(_accumulator(x.dtype))
+        centred = wide - wide.mean(-1, keepdim=True)
+        normed = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * weight
+        return (normed if bias is None else normed + bias).to(x.dtype)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu(self, x: torch.Tensor, is_tanh: bool, has_up: bool) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1) if has_up else (x, 1)
+        return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
 
     def rotary_write_kv(
         self,
@@ -499,22 +434,29 @@ class ReferenceBackend(StockPacking, StockWeights):
         sin: torch.Tensor,
         kv_layer: torch.Tensor,
         kv_slot_mapping: torch.Tensor,
+        is_interleaved: bool = False,
     ) -> torch.Tensor:
         block_size = kv_layer.shape[3]
         block, offset = kv_slot_mapping // block_size, kv_slot_mapping % block_size
-        kv_layer[block, 0, :, offset] = _rotate(k, cos, sin).to(kv_layer.dtype)
+        kv_layer[block, 0, :, offset] = rotated(k, cos, sin, is_interleaved).to(kv_layer.dtype)
         kv_layer[block, 1, :, offset] = v.to(kv_layer.dtype)
-        return _rotate(q, cos, sin)
+        return rotated(q, cos, sin, is_interleaved)
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         end = 0
         for i, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens_host, strict=True)):
             start, end = end, end + query_len
             keys, values = _gather_kv(kv_layer, plan.block_tables[i], context_len)
-            out[start:end] = _attend(q[start:end], keys, values, scale, sliding_window).to(q.dtype)
+            out[start:end] = _attend(q[start:end], keys, values, scale, sliding_window, softcap).to(q.dtype)
         return out
 
     def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -555,10 +497,21 @@ def weighted_gain(gain: torch.Tensor, weight: float) -> torch.Tensor:
     return weight * gain + (1 - weight)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + rotate_half(x) * sin, rotate_half([a, b]) = [-b, a]; x [T, H, D], cos and sin [T, D]."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos[:, None, :] + torch.cat((-b, a), dim=-1) * sin[:, None, :]
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    """y * cos + rotate_half(y) * sin of the first R dimensions y of x [T, H, D]; cos, sin [T, R], their halves equal.
+
+    rotate_half([a, b]) = [-b, a]; a and b are halves, or, interleaved, the even and the odd dimensions.
+    """
+    if cos.shape[1] == 0:
+        return x
+    turned, kept = x.split_with_sizes([cos.shape[1], x.shape[2] - cos.shape[1]], dim=-1)
+    if is_interleaved:
+        cos, sin = (t.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for t in (cos, sin))
+        across = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        across = torch.cat((-b, a), dim=-1)
+    return torch.cat((turned * cos[:, None, :] + across * sin[:, None, :], kept), dim=-1)
 
 
 def _gather_kv(kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -570,7 +523,12 @@ def _gather_kv(kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sliding_window: int | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Causal attention of the last len(q) positions: q [Q, H, D]; keys, values [C, KH, D] -> [Q, H, D] in float32."""
     wide = _accumulator(q.dtype)
@@ -582,5 +540,7 @@ def _attend(
     if sliding_window is not None:
         is_hidden |= key_pos <= query_pos - sliding_window
     scores = torch.einsum("qhd,chd->hqc", q.to(wide), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqc,chd->qhd", weights, values)

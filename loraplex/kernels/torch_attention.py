@@ -85,7 +85,12 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_m
 
 
 def paged_attention(
-    q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """See KernelBackend.paged_attention."""
     _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
@@ -96,18 +101,24 @@ def paged_attention(
     if schedule is None:
         schedule = plan.scratch[key] = _make_schedule(plan, geometry, sliding_window, q.dtype)
     if len(schedule.decodes) == 1 and schedule.decodes[0].rows is None:
-        return _decode(q, rows, schedule.decodes[0], geometry, scale)
+        return _decode(q, rows, schedule.decodes[0], geometry, scale, softcap)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in schedule.decodes:
         assert group.rows is not None
-        out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), rows, group, geometry, scale))
+        out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), rows, group, geometry, scale, softcap))
     for prefill in schedule.prefills:
-        out[prefill.start : prefill.end] = _prefill(q[prefill.start : prefill.end], rows, prefill, geometry, scale)
+        queries = q[prefill.start : prefill.end]
+        out[prefill.start : prefill.end] = _prefill(queries, rows, prefill, geometry, scale, softcap)
     return out
 
 
 def _decode(
-    q: torch.Tensor, rows: torch.Tensor, group: _DecodeGroup, geometry: _Geometry, scale: float
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    group: _DecodeGroup,
+    geometry: _Geometry,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """q [B, H, D] -> [B, H, D]"""
     num_heads, head_dim = q.shape[1:]
@@ -116,14 +127,46 @@ def _decode(
         kv.view(-1, head_dim).index_fill_(0, group.bad_rows, 0.0)
     kv = kv.view(2, group.num_rows, geometry.num_kv_heads, -1, head_dim).to(q.dtype)
     grouped = q.reshape(group.num_rows, geometry.num_kv_heads, num_heads // geometry.num_kv_heads, head_dim)
-    out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=group.mask, scale=scale)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=group.mask, scale=scale)
+    else:
+        out = _capped(grouped, kv[0], kv[1], group.mask, scale, softcap)
     return out.reshape(group.num_rows, num_heads, head_dim)
 
 
-def _prefill(q: torch.Tensor, rows: torch.Tensor, prefill: _Prefill, geometry: _Geometry, scale: float) -> torch.Tensor:
+def _capped(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """softmax(cap(scale q K^T) + mask) V, the softmax in float32; q [B, KH, Q, D], keys and values [B, KH, S, D]."""
+    scores = torch.matmul(q * scale, keys.transpose(-2, -1)).div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype), values)
+
+
+def _prefill(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    prefill: _Prefill,
+    geometry: _Geometry,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
     """q [Q, H, D] of one sequence -> [Q, H, D]"""
     kv = rows.index_select(0, prefill.blocks).view(2, 1, geometry.num_kv_heads, -1, q.shape[2])
     kv = kv[:, :, :, prefill.first_key : prefill.first_key + prefill.num_keys].to(q.dtype)
+    if softcap is not None:
+        group = q.shape[1] // geometry.num_kv_heads
+        keys, values = (t.repeat_interleave(group, dim=1) for t in kv)
+        mask = prefill.mask
+        if mask is None:
+            mask = q.new_full((len(q), prefill.num_keys), -torch.inf).triu_(1)
+        return _capped(q.transpose(0, 1).unsqueeze(0), keys, values, mask, scale, softcap)[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         kv[0],

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.plan import LoraPlan, SlotTable
-from loraplex.kernels.reference import StockPacking, StockWeights, check_rows, weighted_gain
+from loraplex.kernels.reference import StockPacking, StockWeights, check_rows, rotated, weighted_gain
 from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import StockSampling
 from loraplex.kernels.torch_attention import paged_attention, write_kv
@@ -94,18 +94,32 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         # for 512 rows).
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+        if weight.dtype != x.dtype:
+            wide: torch.Tensor = (x * inverse * weight).to(x.dtype)
+            return wide
         normed: torch.Tensor = (x * inverse).to(x.dtype)
         return normed.mul_(weight)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x.add_(residual)
+        total = x.add_(residual) if scale == 1.0 else x.mul_(scale).add_(residual)
         return self.rms_norm(total, weight, eps), total
+
+    def add_scaled(self, x: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
+        return residual.add_(x if scale == 1.0 else x * scale)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gelu(self, x: torch.Tensor, is_tanh: bool, has_up: bool) -> torch.Tensor:
+        gate, *up = x.chunk(2 if has_up else 1, dim=-1)
+        activated = F.gelu(gate, approximate="tanh" if is_tanh else "none")
+        return activated.mul_(up[0]) if up else activated
 
     def rotary_write_kv(
         self,
@@ -116,16 +130,26 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         sin: torch.Tensor,
         kv_layer: torch.Tensor,
         kv_slot_mapping: torch.Tensor,
+        is_interleaved: bool = False,
     ) -> torch.Tensor:
+        if is_interleaved or cos.shape[1] < q.shape[2]:
+            write_kv(rotated(k, cos, sin, is_interleaved), v, kv_layer, kv_slot_mapping)
+            return rotated(q, cos, sin, is_interleaved)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         sin_a, sin_b = sin.chunk(2, dim=-1)
         write_kv(_rotate(k, cos, sin_a, sin_b), v, kv_layer, kv_slot_mapping)
         return _rotate(q, cos, sin_a, sin_b)
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        return paged_attention(q, kv_layer, plan, scale, sliding_window)
+        return paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
 
 
 class _Delta(NamedTuple):

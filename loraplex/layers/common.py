@@ -1,4 +1,4 @@
-"""What a decoder layer has beside linears: RMS norm, rotary embedding, attention over the paged KV cache.
+"""What a decoder layer has beside linears: norms, rotary embedding, attention over the paged KV cache.
 
 Every layer gets its kernels as `ops` and the batch as an argument; nothing here knows of adapters.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -107,7 +107,8 @@ class RopeParameters:
     """How positions turn into angles. Names and meaning are those of a Hugging Face config's `rope_parameters`.
 
     `factor`: the context grows by it (linear, llama3, yarn); `original_max_position_embeddings`: context of the
-    pretraining (llama3, yarn); `attention_factor`, `beta_*`, `mscale*`, `truncate`: yarn; `*_freq_factor`: llama3.
+    pretraining (llama3, yarn, longrope); `attention_factor`: yarn, longrope; `beta_*`, `mscale*`, `truncate`: yarn;
+    `*_freq_factor`: llama3; `short_factor` and `long_factor`, a number for each frequency: longrope.
     """
 
     rope_type: str = "default"
@@ -122,6 +123,8 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
 # Each rule below does its float32 operations in the order of transformers' modeling_rope_utils.py: at position p an
@@ -185,14 +188,24 @@ def _yarn_ramp_ends(head_dim: int, rope: RopeParameters) -> tuple[float, float]:
     return low, high + 0.001 if low == high else high
 
 
+def _longrope(head_dim: int, rope: RopeParameters) -> Tensor:
+    """LongRoPE (arXiv 2402.13753) up to the pretraining's context: each wavelength times its number of `short_factor`.
+
+    A longer sequence has those of `long_factor`, from its first token on: what is in a KV cache by then would be wrong,
+    so the longest sequence of such a model is that context (`ModelConfig.max_model_len`).
+    """
+    return 1.0 / (torch.tensor(rope.short_factor, dtype=torch.float32) * _wavelengths(head_dim, rope.rope_theta))
+
+
 ROPE_RULES: dict[str, Callable[[int, RopeParameters], Tensor]] = {
     "default": _default_rope,
     "linear": _linear_rope,
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
+    "longrope": _longrope,
 }
-"""The rope types that exist here, by Hugging Face's name. `dynamic` and `longrope` do not: their frequencies depend on
-the length of the sequence, which a shared KV cache cannot undo."""
+"""The rope types that exist here, by Hugging Face's name. `dynamic` does not: its frequencies depend on the length of
+the sequence, which a shared KV cache cannot undo."""
 
 
 def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -200,71 +213,94 @@ def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_attention_factor(rope: RopeParameters) -> float:
-    """What cos and sin are multiplied by: 1 but for yarn: there the softmax temperature of the paper's section 3.4."""
-    if rope.rope_type != "yarn":
+    """What cos and sin are multiplied by: 1 but for yarn, where it is the softmax temperature of the paper's section
+    3.4, and longrope."""
+    if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        is_longer = rope.factor > 1
+        return (
+            math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings)) if is_longer else 1.0
+        )
     if rope.mscale and rope.mscale_all_dim:
         return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
     return _yarn_mscale(rope.factor)
 
 
 class RotaryEmbedding:
-    """cos and sin of a step's positions, once per step for all layers.
+    """cos and sin of a step's positions, once per step for all layers. rotary_dim: how many of a head's dimensions they
+    turn.
 
     They are computed of the positions, and not looked up: so another context is another frequency, and no table.
     """
 
-    def __init__(self, head_dim: int, rope: RopeParameters, setup: LayerSetup) -> None:
-        self.inv_freq = ROPE_RULES[rope.rope_type](head_dim, rope).to(setup.device)
-        self._unscaled = _base_frequencies(head_dim, rope.rope_theta).to(setup.device)
-        self.attention_factor = rope_attention_factor(rope)
+    def __init__(self, rotary_dim: int, ropes: Sequence[RopeParameters], setup: LayerSetup) -> None:
+        self._inv_freqs = [ROPE_RULES[rope.rope_type](rotary_dim, rope).to(setup.device) for rope in ropes]
+        self._unscaled = _base_frequencies(rotary_dim, ropes[0].rope_theta).to(setup.device)
+        self._attention_factors = [rope_attention_factor(rope) for rope in ropes]
         self.dtype = setup.activation_dtype
 
-    def forward(self, positions: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """positions int64 [T] -> (cos, sin), each [T, head_dim] in the activations' dtype; halves are equal
-        (`rotate_half`).
+    def forward(self, positions: Tensor, factors: Tensor | None = None) -> Rope:
+        """positions int64 [T] -> (cos, sin), each [T, R] for each of the ropes, side by side, in the activations'
+        dtype; halves of R are equal (`rotate_half`).
 
-        factors: float32 [T], of a base of rope type default or linear: each token's, as linear scaling has it. The bits
-        of a token with the base's own factor are those without factors.
+        factors: float32 [T], of one base of rope type default or linear: each token's, as linear scaling has it. The
+        bits of a token with the base's own factor are those without factors.
         """
-        inv_freq = self.inv_freq if factors is None else self._unscaled / factors[:, None]
-        angles = positions[:, None].float() * inv_freq
-        return self._both_halves(angles.cos()), self._both_halves(angles.sin())
+        inv_freqs = self._inv_freqs if factors is None else [self._unscaled / factors[:, None]]
+        angles = [positions[:, None].float() * inv_freq for inv_freq in inv_freqs]
+        return self._both_halves([each.cos() for each in angles]), self._both_halves([each.sin() for each in angles])
 
-    def _both_halves(self, values: Tensor) -> Tensor:
-        values = (values * self.attention_factor).to(self.dtype)
-        return torch.cat((values, values), dim=-1)
+    def _both_halves(self, values: Sequence[Tensor]) -> Tensor:
+        scaled = [(each * by).to(self.dtype) for each, by in zip(values, self._attention_factors, strict=True)]
+        return torch.cat([half for each in scaled for half in (each, each)], dim=-1)
 
 
 class RMSNorm:
-    """y = weight * (x / sqrt(mean(x^2) + eps)), the norm in float32, over the last dimension (arXiv 1910.07467)."""
+    """y = weight * (x / sqrt(mean(x^2) + eps)), the norm in float32, over the last dimension (arXiv 1910.07467).
 
-    def __init__(self, name: str, size: int, eps: float, setup: LayerSetup, layer: int = 0) -> None:
+    offset: what files have the weight less (Gemma: 1); then it is kept, and multiplied, in float32.
+    """
+
+    def __init__(
+        self, name: str, size: int, eps: float, setup: LayerSetup, layer: int = 0, offset: float = 0.0
+    ) -> None:
         self.name = name
         slices = (LoraSlice(name, 0, size, size),)
         self.target = LoraTarget(name, layer, size, size, slices, ShardKind.NORM, setup.shard)
-        self.weight = torch.empty(size, dtype=setup.activation_dtype, device=setup.device)
+        dtype = torch.float32 if offset else setup.activation_dtype
+        self.weight = torch.empty(size, dtype=dtype, device=setup.device)
         self.eps = eps
         self.ops = setup.ops
+        self._offset = offset
 
     def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
         """The plan is for a norm with LoRA (layers/ends.py), whose call this is."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def forward_add(self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual): the step from one block to the next in one call."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward_add(
+        self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(total), total), total := scale x + residual: the step from one block to the next in one call."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, scale)
+
+    def forward_with(self, weight: Tensor, x: Tensor) -> Tensor:
+        """Of a weight as files have it, in place of this norm's."""
+        return self.ops.rms_norm(x, self._added(weight), self.eps)
 
     def over(self, weight: Tensor) -> RMSNorm:
-        """This norm with another weight."""
+        """This norm with another weight, as files have it."""
         other = copy.copy(self)
-        other.weight = weight.to(self.weight.dtype)
+        other.weight = self._added(weight).to(self.weight.dtype)
         return other
 
+    def _added(self, weight: Tensor) -> Tensor:
+        return weight.float() + self._offset if self._offset else weight
+
     def weight_parts(self) -> Iterator[WeightPart]:
-        yield WeightPart(f"{self.name}.weight", tuple(self.weight.shape), self.weight, whole)
+        yield WeightPart(f"{self.name}.weight", tuple(self.weight.shape), self.weight, self._added)
 
     def allocate(self) -> None:
         """It is there: a norm is small."""
@@ -279,16 +315,57 @@ class RMSNorm:
         self.weight = tensors["weight"]
 
 
+class LayerNorm(RMSNorm):
+    """y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, over the last dimension (arXiv 1607.06450)."""
+
+    def __init__(
+        self, name: str, size: int, eps: float, setup: LayerSetup, layer: int = 0, has_bias: bool = False
+    ) -> None:
+        super().__init__(name, size, eps, setup, layer)
+        self.bias = torch.empty_like(self.weight) if has_bias else None
+
+    def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
+        return self.forward_with(self.weight, x)
+
+    def forward_add(
+        self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        total = self.ops.add_scaled(x, residual, scale)
+        return self.forward(total), total
+
+    def forward_with(self, weight: Tensor, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, weight, self.bias, self.eps)
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        yield from super().weight_parts()
+        if self.bias is not None:
+            yield WeightPart(f"{self.name}.bias", tuple(self.bias.shape), self.bias, whole)
+
+    def prepared(self) -> dict[str, Tensor]:
+        return super().prepared() | ({} if self.bias is None else {"bias": self.bias})
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        super().restore(tensors)
+        if self.bias is not None:
+            self.bias = tensors["bias"]
+
+
 Rope = tuple[Tensor, Tensor]
-"""cos and sin [T, head_dim] of the step's positions, the same for all layers."""
+"""cos and sin [T, R] of the step's positions, those of several rotary embeddings side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention of one layer over its part of the paged KV cache; grouped queries; a `sliding_window` or all."""
+    """Causal attention of one layer over its part of the paged KV cache; grouped queries; a `sliding_window` or all.
 
-    head_dim: int
+    rope_columns: the layer's of the step's cos and sin; None: all of them.
+    """
+
+    scale: float
+    softcap: float | None
     sliding_window: int | None
+    rope_columns: slice | None
+    is_rope_interleaved: bool
     ops: LayerOps
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
@@ -297,6 +374,10 @@ class Attention:
         kv_layer [num_blocks, 2, kv_heads, block_size, D] is this layer's view of the cache; only blocks of the plan are
         read.
         """
-        q = self.ops.rotary_write_kv(q, k, v, *rope, kv_layer, plan.kv_slot_mapping)
-        out = self.ops.paged_attention(q, kv_layer, plan, self.head_dim**-0.5, self.sliding_window)
+        cos, sin = rope
+        if self.rope_columns is not None:
+            cos, sin = cos[:, self.rope_columns], sin[:, self.rope_columns]
+        slots = plan.kv_slot_mapping
+        q = self.ops.rotary_write_kv(q, k, v, cos, sin, kv_layer, slots, self.is_rope_interleaved)
+        out = self.ops.paged_attention(q, kv_layer, plan, self.scale, self.sliding_window, self.softcap)
         return out.flatten(1)

@@ -82,10 +82,18 @@ def _places(parts: OwnParts, token_ids: Tensor) -> tuple[Tensor, Tensor]:
 class LogitsProcessorWithLoRA(_EndWithLoRA):
     """The head, LoRA on it, rows of adapters' own, and where their vocabularies end."""
 
-    def __init__(self, base_layer: ParallelLMHead, ranks: RankGroup = ONE_RANK) -> None:
+    def __init__(
+        self,
+        base_layer: ParallelLMHead,
+        ranks: RankGroup = ONE_RANK,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        """Logits are multiplied by `scale`; under a soft cap c each logit s is c tanh(s / c) then."""
         super().__init__(base_layer.target)
         self.base_layer = base_layer
         self._ranks = ranks
+        self._scale, self._softcap = scale, softcap
         self._num_here = self.target.slices[0].out_features
 
     @property
@@ -100,7 +108,7 @@ class LogitsProcessorWithLoRA(_EndWithLoRA):
         the logits.
         """
         if plan is None or self._bound is None:
-            return self._ranks.side_by_side(self.base_layer.forward(hidden))
+            return self._ranks.side_by_side(self._shaped(self.base_layer.forward(hidden)))
         table = self._bound[0]
         sizes = [table.vocab_sizes.get(segment.lora_slot, self.vocab_size) for segment in plan.segments]
         num_added = max(0, *(size - self.vocab_size for size in sizes))
@@ -124,7 +132,14 @@ class LogitsProcessorWithLoRA(_EndWithLoRA):
             logits[here, ids] = own[:, : parts.num_shared]
             added.append((segment, own[:, parts.num_shared :]))
         ops.add_lora(logits, hidden, plan, table, first_row, self.target.slices)
-        return self._widened(logits.float(), added, num_added)
+        shaped = [(segment, self._shaped(own.float())) for segment, own in added]
+        return self._widened(self._shaped(logits.float()), shaped, num_added)
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """float32, in place."""
+        if self._scale != 1.0:
+            logits.mul_(self._scale)
+        return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
     def _widened(self, logits: Tensor, added: list[tuple[LoraSegment, Tensor]], num_added: int) -> Tensor:
         """With columns for tokens that adapters added: -inf where a row's adapter has none, or another rank has it."""
@@ -157,8 +172,10 @@ class RMSNormWithLoRA(_EndWithLoRA):
         self._apply(y, x, plan)
         return y
 
-    def forward_add(self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None) -> tuple[Tensor, Tensor]:
-        y, total = self.base_layer.forward_add(x, residual)
+    def forward_add(
+        self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y, total = self.base_layer.forward_add(x, residual, scale=scale)
         self._apply(y, total, plan)
         return y, total
 
@@ -170,4 +187,4 @@ class RMSNormWithLoRA(_EndWithLoRA):
             return
         for segment, parts in own_segments(plan, table, ops, first_row, table.own_layers):
             here = slice(segment.start, segment.end)
-            y[here] = ops.rms_norm(x[here], parts.weight, self.base_layer.eps)
+            y[here] = self.base_layer.forward_with(parts.weight, x[here])

@@ -4,9 +4,12 @@
     h = h + attention(norm(h));  h = h + mlp(norm(h))         for each layer
     hidden = norm(h);  logits = lm_head(hidden)
 
+A family may have norms behind the blocks too, or there alone, both blocks side by side behind one norm, and factors at
+the embedding, the residual and the logits (models/families.py).
+
 The batch (`StepBatch`) is an argument all the way down. Modules are named as in the checkpoint. The inputs of o_proj
-(the attention's output) and of down_proj (that of silu_mul) are scratch that nothing else reads: adapters with input
-gains multiply them in place (layers/lora.py).
+(the attention's output) and of down_proj (that of the activation) are scratch that nothing else reads: adapters with
+input gains multiply them in place (layers/lora.py).
 """
 
 from __future__ import annotations
@@ -30,9 +33,19 @@ from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.kernels.speedup import KernelShapes, measure_speedups
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward, StepBatch
-from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
+from loraplex.layers.common import (
+    Attention,
+    LayerNorm,
+    LayerSetup,
+    RMSNorm,
+    Rope,
+    RotaryEmbedding,
+    WeightedLayer,
+    WeightPart,
+)
 from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
 from loraplex.layers.linear import (
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     ParallelLinear,
     ParallelLMHead,
@@ -90,82 +103,151 @@ class SelfAttention:
     """x -> o(attention(rope(norm(q)), rope(norm(k)), v)); the norms of q and k only where the family has them."""
 
     def __init__(self, name: str, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
-        head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        qkv = QKVParallelLinear(
-            f"{name}.qkv_proj",
-            layer,
-            config.hidden_size,
-            head_dim,
-            num_heads,
-            num_kv_heads,
-            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
-            config.qkv_bias,
-            setup,
-        )
+        head_dim, num_heads = config.head_dim, config.num_attention_heads
+        qkv = _qkv_linear(name, layer, config, setup)
         o = RowParallelLinear(f"{name}.o_proj", layer, num_heads * head_dim, config.hidden_size, config.o_bias, setup)
         self.qkv_proj, self.o_proj = linears.add(qkv), linears.add(o)
+        kv_heads = kv_heads_of_shard(config.num_key_value_heads, setup.shard)
+        self.head_counts = [num_heads // setup.shard.size, kv_heads, kv_heads]
+        self.is_norm_of_width = config.family.qk_norm == "width"
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
-        if config.qk_norm:
+        if config.family.qk_norm:
             q_norm, k_norm = (
-                RMSNorm(f"{name}.{each}_norm", head_dim, config.rms_norm_eps, setup, layer) for each in "qk"
+                _norm(
+                    f"{name}.{each}_norm", count * head_dim if self.is_norm_of_width else head_dim, layer, config, setup
+                )
+                for each, count in zip("qk", self.head_counts, strict=False)
             )
             self.q_norm, self.k_norm = linears.add_norm(q_norm), linears.add_norm(k_norm)
-        self.attention = Attention(head_dim, config.sliding_windows[layer], setup.ops)
+        self.attention = Attention(
+            config.attention_scale,
+            config.attention_softcap,
+            config.sliding_windows[layer],
+            _rope_columns(layer, config),
+            config.family.is_rope_interleaved,
+            setup.ops,
+        )
         self.ops, self.ranks = setup.ops, setup.ranks
         self.head_dim = head_dim
-        self.head_counts = [s.out_features // head_dim for s in qkv.target.slices]
 
     def forward(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, lora: LoraPlan | None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; rope: cos and sin [T, head_dim] of the tokens' positions."""
+        """x [T, hidden] -> [T, hidden]; rope: cos and sin of the tokens' positions."""
         qkv = self.qkv_proj.forward(x, lora)
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.head_counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.forward(q, lora), self.k_norm.forward(k, lora)
+            q, k = self._normed(q, self.q_norm, lora), self._normed(k, self.k_norm, lora)
         out = self.attention.forward(q, k, v, rope, kv_layer, plan)
         return self.ops.sum_ranks(self.o_proj.forward(out, lora), self.ranks)
 
+    def _normed(self, heads: Tensor, norm: Norm, lora: LoraPlan | None) -> Tensor:
+        """heads [T, n, D]: each of them, or all at once."""
+        if not self.is_norm_of_width:
+            return norm.forward(heads, lora)
+        return norm.forward(heads.flatten(1), lora).view(heads.shape)
+
+
+def _qkv_linear(name: str, layer: int, config: ModelConfig, setup: LayerSetup) -> ParallelLinear:
+    hidden_size, num_heads, num_kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    if config.family.is_qkv_fused:
+        width = (num_heads + 2 * num_kv_heads) * config.head_dim
+        return ColumnParallelLinear(f"{name}.qkv_proj", layer, hidden_size, width, config.qkv_bias, setup)
+    modules = f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"
+    return QKVParallelLinear(
+        *(f"{name}.qkv_proj", layer, hidden_size, config.head_dim, num_heads, num_kv_heads),
+        *(modules, config.qkv_bias, setup),
+    )
+
+
+def _rope_columns(layer: int, config: ModelConfig) -> slice | None:
+    """Those of a layer, of the step's cos and sin (`RotaryEmbedding`)."""
+    index, width = config.layer_ropes[layer], config.rotary_dim
+    if index is None:
+        return slice(0)
+    return None if len(config.ropes) == 1 else slice(index * width, (index + 1) * width)
+
+
+def _norm(name: str, size: int, layer: int, config: ModelConfig, setup: LayerSetup) -> RMSNorm:
+    eps, family = config.rms_norm_eps, config.family
+    if family.norm == "layer":
+        return LayerNorm(name, size, eps, setup, layer, family.norm_bias)
+    return RMSNorm(name, size, eps, setup, layer, family.norm_offset)
+
 
 class MLP:
-    """x -> down(silu(gate(x)) * up(x))"""
+    """x -> down(act(gate(x)) * up(x)), or where the family has no gate down(act(up(x)))"""
 
     def __init__(self, name: str, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
-        inner, has_bias = config.intermediate_size, config.mlp_bias
-        modules = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
-        gate_up = MergedColumnParallelLinear(
-            f"{name}.gate_up_proj", layer, config.hidden_size, modules, has_bias, setup
+        inner, has_bias, family = config.intermediate_size, config.mlp_bias, config.family
+        gate, up, down = (f"{name}.{each}" if each else "" for each in family.mlp_modules)
+        modules = [(gate, inner), (up, inner)] if family.is_gated else [(up, inner)]
+        fused = f"{name}.gate_up_proj"
+        if family.is_gate_up_fused:
+            modules = [(fused, 2 * inner)]
+        first = MergedColumnParallelLinear(
+            fused if family.is_gated else up, layer, config.hidden_size, modules, has_bias, setup
         )
-        down = RowParallelLinear(f"{name}.down_proj", layer, inner, config.hidden_size, has_bias, setup)
-        self.gate_up_proj, self.down_proj = linears.add(gate_up), linears.add(down)
+        last = RowParallelLinear(down, layer, inner, config.hidden_size, has_bias, setup)
+        self.gate_up_proj, self.down_proj = linears.add(first), linears.add(last)
+        self.activation, self.is_gated = config.activation, family.is_gated
         self.ops, self.ranks = setup.ops, setup.ranks
 
     def forward(self, x: Tensor, lora: LoraPlan | None) -> Tensor:
-        inner = self.ops.silu_mul(self.gate_up_proj.forward(x, lora))
+        inner = self._activated(self.gate_up_proj.forward(x, lora))
         return self.ops.sum_ranks(self.down_proj.forward(inner, lora), self.ranks)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return self.ops.silu_mul(x)
+        return self.ops.gelu(x, self.activation == "gelu_tanh", self.is_gated)
 
 
 class DecoderLayer:
-    """One layer, before each block a norm, around each a residual."""
+    """One layer: before each block, behind it, or both, a norm; around each a residual. Parallel blocks have one."""
 
     def __init__(self, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
-        name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = linears.add_norm(RMSNorm(f"{name}.input_layernorm", size, eps, setup, layer))
+        name, norms = f"model.layers.{layer}", config.family.norms
+
+        def add_norm(of: str) -> Norm | None:
+            if not of:
+                return None
+            return linears.add_norm(_norm(f"{name}.{of}", config.hidden_size, layer, config, setup))
+
+        self.before_attention = add_norm(norms.before_attention)
         self.self_attn = SelfAttention(f"{name}.self_attn", layer, config, setup, linears)
-        after = RMSNorm(f"{name}.post_attention_layernorm", size, eps, setup, layer)
-        self.post_attention_layernorm = linears.add_norm(after)
+        self.after_attention = add_norm(norms.after_attention)
+        self.before_mlp = add_norm(norms.before_mlp)
         self.mlp = MLP(f"{name}.mlp", layer, config, setup, linears)
+        self.after_mlp = add_norm(norms.after_mlp)
+        self.is_parallel, self.residual_scale = config.family.is_parallel, config.residual_scale
+        self.ops = setup.ops
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Rope, kv_layer: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
         """(last block's output, residual before it) -> those of this layer, each [T, hidden]; None before the first."""
+        lora = batch.lora
+        x, residual = self._enter(self.before_attention, x, residual, lora)
+        y = self.self_attn.forward(x, rope, kv_layer, batch.attention, lora)
+        if self.is_parallel:
+            residual = self.ops.add_scaled(y, residual, self.residual_scale)
+            return self.mlp.forward(x, lora), residual
+        if self.after_attention is not None:
+            y = self.after_attention.forward(y, lora)
+        x, residual = self._enter(self.before_mlp, y, residual, lora)
+        y = self.mlp.forward(x, lora)
+        return y if self.after_mlp is None else self.after_mlp.forward(y, lora), residual
+
+    def _enter(
+        self, norm: Norm | None, x: Tensor, residual: Tensor | None, lora: LoraPlan | None
+    ) -> tuple[Tensor, Tensor]:
+        """(what a block reads, the residual): the last block's output is added to the residual, and that is normed."""
         if residual is None:
-            x, residual = self.input_layernorm.forward(x, batch.lora), x
-        else:
-            x, residual = self.input_layernorm.forward_add(x, residual, batch.lora)
-        x = self.self_attn.forward(x, rope, kv_layer, batch.attention, batch.lora)
-        x, residual = self.post_attention_layernorm.forward_add(x, residual, batch.lora)
-        return self.mlp.forward(x, batch.lora), residual
+            return x if norm is None else norm.forward(x, lora), x
+        if norm is not None:
+            return norm.forward_add(x, residual, lora, self.residual_scale)
+        total = self.ops.add_scaled(x, residual, self.residual_scale)
+        return total, total
 
 
 class WholeBase(Protocol):
@@ -191,7 +273,7 @@ def _forward_layers(
     assert residual is not None
     if batch.gate is not None:
         batch.gate.wait_for_layer(len(layers))  # the head's, too
-    return norm.forward_add(x, residual, batch.lora)[0]
+    return norm.forward_add(x, residual, batch.lora, layers[-1].residual_scale)[0]
 
 
 def _bare(block: Block, changed: Mapping[str, ParallelLinear | RMSNorm]) -> Block:
@@ -231,12 +313,17 @@ class Decoder:
         if shard != ranks.shard:
             raise ModelConfigError(f"a shard of {shard.size} ranks needs the others; {ranks.shard.size} is there")
         check_shares(config, shard.size, ranks.is_fully_sharded)
+        # as the family's code does, which has the factor in the weights' dtype
+        scale = torch.tensor(config.embedding_scale, dtype=dtype).item() if config.family.scales_embedding else None
+        self._embedding_scale = config.embedding_scale if scale is None else scale
         self._ops = ops
         setup = LayerSetup(ops, dtype, device, shard, quantization, ranks)
         self._ranks, self._shard = ranks, shard
         self.config, self.dtype, self.device = config, dtype, device
         self.weights_name = ""
         """Names the weights and their form: equal names, equal numbers. Set when they are loaded."""
+        self.weights_form = ""
+        """In words, what a quantised checkpoint is and how its weights are kept; "" for one of plain floats."""
         self.whole_weights: WholeBase | None = None
         """Of all ranks, set when they are loaded; None: this is the only one."""
         self.activation_dtype = setup.activation_dtype
@@ -248,13 +335,13 @@ class Decoder:
         )
         self.layers = [DecoderLayer(i, config, setup, self._linears) for i in range(config.num_hidden_layers)]
         num_layers = config.num_hidden_layers
-        norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, setup, num_layers)
+        norm = _norm("model.norm", config.hidden_size, num_layers, config, setup)
         self.norm = self._linears.add_norm(norm)
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead("lm_head", config.vocab_size, config.hidden_size, setup, tied_to, num_layers)
         self._embedding = VocabParallelEmbeddingWithLoRA(self.embed_tokens)
-        self._head = LogitsProcessorWithLoRA(self.lm_head, ranks)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, setup)
+        self._head = LogitsProcessorWithLoRA(self.lm_head, ranks, config.logit_scale, config.logit_softcap)
+        self.rotary_emb = RotaryEmbedding(config.rotary_dim, config.ropes, setup)
         self._run_layers = self._captured()
         self._linear_of = {s.module_name: linear for linear in self._linears.bare for s in linear.target.slices}
 
@@ -274,6 +361,8 @@ class Decoder:
         if batch.gate is not None:
             batch.gate.wait_for_layer(self.embed_tokens.target.layer)
         x = self._ranks.sum(self._embedding.forward(batch.token_ids, batch.lora))
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
         if merged is not None:
             return merged(x, rope, kv, replace(batch, lora=None))
         reason = self._reason_against_capture(batch.lora)
@@ -483,7 +572,10 @@ class Decoder:
 
 def check_shares(config: ModelConfig, num_ranks: int, is_fully_sharded: bool) -> None:
     """ModelConfigError for a model that `num_ranks` ranks cannot share evenly."""
-    kv_heads = config.num_key_value_heads
+    kv_heads, family = config.num_key_value_heads, config.family
+    if num_ranks > 1 and (family.qk_norm == "width" or family.is_qkv_fused or family.is_gate_up_fused):
+        reason = "norms over all heads" if family.qk_norm == "width" else "linears that are fused in the checkpoint"
+        raise ModelConfigError(f"a model of {config.model_type} has {reason}: set tensor_parallel_size to 1")
     sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
     sizes |= {"vocab_size": config.vocab_size}
     if is_fully_sharded:

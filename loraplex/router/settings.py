@@ -11,7 +11,6 @@ from loraplex.config import setting
 from loraplex.errors import ConfigError
 from loraplex.routing import POLICIES
 from loraplex.server.config import ServerConfig
-from loraplex.views.remote import checked_url
 
 MAX_REPLICAS = 256
 
@@ -107,6 +106,8 @@ class RouteSettings:
 
 def replica_urls(given: Sequence[str]) -> dict[str, str]:
     """URL by name, host:port. Raises ConfigError for what is no server's address, or is there twice."""
+    from loraplex.views.remote import checked_url
+
     if not 1 <= len(given) <= MAX_REPLICAS:
         raise ConfigError(f"give 1 to {MAX_REPLICAS} replicas with --replica URL, got {len(given)}")
     found: dict[str, str] = {}

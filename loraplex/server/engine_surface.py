@@ -101,6 +101,11 @@ class ModelInfoSurface(Protocol):
     @property
     def backend(self) -> str: ...
 
+    @property
+    def form(self) -> str:
+        """The family, and how weights and KV cache are kept, in words."""
+        ...
+
 
 class HealthSurface(Protocol):
     @property

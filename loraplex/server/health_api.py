@@ -60,11 +60,13 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
-    """instance: of this process, another one after each start. runners: how many engine processes there are, where
-    there are several; devices: of each, as torch names it."""
+    """model: the base's family, and how its weights and KV cache are kept. instance: of this process, another one after
+    each start. runners: how many engine processes there are, where there are several; devices: of each, as torch names
+    it."""
 
     version: str
     backend: str
+    model: str
     instance: str
     runners: int = 1
     devices: tuple[str, ...] = ()
@@ -228,9 +230,10 @@ class HealthRoutes:
 
     @requires(Access.OPEN)
     async def version(self) -> Response:
-        """Of Loraplex, which kernels run, and where."""
+        """Of Loraplex, which kernels run, and where, and the form of the model."""
         engine = self._context.engine
-        version = Version(__version__, engine.model_info.backend, self._instance, engine.num_runners)
+        info = engine.model_info
+        version = Version(__version__, info.backend, info.form, self._instance, engine.num_runners)
         if engine.num_runners > 1:
             version = msgspec.structs.replace(version, devices=tuple(engine.devices))
         return Response(encode(version), media_type="application/json")

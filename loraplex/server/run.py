@@ -298,6 +298,7 @@ def _announce(sock: socket.socket, context: ServerContext) -> None:
     host, port = sock.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     registry = context.engine.registry
+    _log.info("model: %s", context.engine.model_info.form)
     _log.info("kernels: %s", context.engine.model_info.backend)
     num_adapters = 0 if registry is None else len(registry.names())
     adapters = "LoRA is off" if registry is None else f"{num_adapters} adapter{'' if num_adapters == 1 else 's'}"

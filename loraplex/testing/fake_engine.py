@@ -60,6 +60,7 @@ class FakeModelInfo:
     dtype: str = "float32"
     backend: str = "fake"
     longest_len: int = 0
+    form: str = "llama; weights: float32; KV cache: float32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "longest_len", max(self.longest_len, self.max_model_len))

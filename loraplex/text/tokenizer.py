@@ -24,10 +24,10 @@ from loraplex.text.chat_template import (
     render_chat,
     render_open_chat,
 )
+from loraplex.text.conversion import TOKENIZER_FILE, with_tokenizer
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
-_OTHER_TOKENIZER_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 # ------------------------------------------------------------------------------------------------- files of a model
@@ -75,17 +75,11 @@ def stated_eos_token_ids(fields: Mapping[str, Json], where: str) -> tuple[int, .
 def _read_backend(directory: Path) -> tokenizers.Tokenizer:
     if not directory.is_dir():
         raise ModelNotFoundError(f"no tokenizer: {directory} is no directory")
-    path = directory / "tokenizer.json"
+    path = directory / TOKENIZER_FILE
     if not path.is_file():
-        others = [name for name in _OTHER_TOKENIZER_FILES if (directory / name).is_file()]
-        remedy = (
-            f"it has {', '.join(others)}: make a tokenizer.json of it with transformers' "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            if others
-            else "copy it there or name another directory with --tokenizer"
-        )
         raise ModelConfigError(
-            f"{directory} has no tokenizer.json; {remedy}. Prompts as token ids work without a tokenizer"
+            f"{directory} has no {TOKENIZER_FILE}; copy it there or name another directory with --tokenizer. Prompts "
+            "as token ids work without a tokenizer"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -151,7 +145,7 @@ def _own_token_names(config: Mapping[str, Json]) -> list[str]:
     return [key for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))]
 
 
-def _read_chat_templates(directory: Path) -> dict[str, str]:
+def read_chat_templates(directory: Path) -> dict[str, str]:
     """Chat templates by name: .jinja files, else tokenizer_config.json (one, or a list), else chat_template.json."""
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (directory / "chat_template.jinja").is_file():
@@ -224,13 +218,13 @@ class Tokenizer:
     def from_dir(cls, path: str | Path) -> Tokenizer:
         """Raises ModelNotFoundError (no directory), ModelConfigError (a file that is missing or wrong, by name)."""
         directory = Path(path)
-        backend = _read_backend(directory)
-        special = SpecialTokens.from_dir(directory)
+        with with_tokenizer(directory) as files:
+            backend, special = _read_backend(files), SpecialTokens.from_dir(files)
         special.add_to(backend)
         return cls(
             backend,
             special_tokens_map={name: token.content for name, token in special.named.items()},
-            chat_templates=_read_chat_templates(directory),
+            chat_templates=read_chat_templates(directory),
             eos_token_ids=read_eos_token_ids(directory),
         )
 

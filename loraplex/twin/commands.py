@@ -10,9 +10,6 @@ from json import dumps as to_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
 from loraplex.cli_help import Flat, Listed, group_fields
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError
@@ -20,6 +17,9 @@ from loraplex.twin.settings import FleetSettings, ServiceLevel, TwinSettings
 from loraplex.twin.workload import Workload
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
     from loraplex.twin.calibration import Calibration
     from loraplex.twin.results import SimulationResult
 
@@ -96,7 +96,7 @@ def simulate(
         print(to_json(result.figures(), indent=2))
         return 0
     num_engines = fleet.replicas or settings.runners
-    Console().print(result.table(f"{measured.model} on {num_engines} x {measured.machine}"))
+    _console().print(result.table(f"{measured.model} on {num_engines} x {measured.machine}"))
     for note in result.notes:
         print(note)
     return 0
@@ -144,7 +144,7 @@ def plan(
     if json:
         print(to_json(made.figures(), indent=2))
     else:
-        Console().print(made.table())
+        _console().print(made.table())
         print(made.sentence())
     return 0 if made.chosen is not None else 1
 
@@ -169,7 +169,16 @@ def _simulated(
 @contextmanager
 def _progress(is_counted: bool = True) -> Iterator[tuple[Progress, TaskID]]:
     """On a terminal, on standard error: figures go to standard output alone."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     has_terminal = sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not has_terminal) as bars:
         yield bars, bars.add_task("starting", total=1.0 if is_counted else None)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()

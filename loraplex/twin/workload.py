@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from loraplex.config import setting
 from loraplex.errors import ConfigError
 from loraplex.twin.files import read_bounded
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_REQUESTS = 20_000_000
 MAX_TOKENS = 1 << 20
@@ -88,6 +90,8 @@ class Workload:
 
     def popularity(self) -> np.ndarray:
         """Shares of the adapters, which add up to 1, the most popular first."""
+        import numpy as np
+
         weights = np.arange(1, self.adapters + 1, dtype=float) ** -self.zipf
         return np.asarray(weights / weights.sum())
 
@@ -138,6 +142,8 @@ class Arrivals(Sequence[Arrival]):
     @classmethod
     def drawn(cls, workload: Workload) -> Arrivals:
         """The gaps are scaled so that their mean is exactly 1 / rate."""
+        import numpy as np
+
         draw, count = np.random.default_rng(workload.seed), workload.requests
         gaps = draw.gamma(1 / workload.cv**2, workload.cv**2 / workload.rate, count)
         at_s = np.cumsum(gaps * (count / workload.rate / gaps.sum()))
@@ -154,6 +160,8 @@ class Arrivals(Sequence[Arrival]):
     @classmethod
     def read(cls, path: Path) -> Arrivals:
         """Raises ConfigError, naming the line, for a file that is no trace."""
+        import numpy as np
+
         try:
             lines = read_bounded(path, MAX_TRACE_BYTES).decode().splitlines()
         except (OSError, ValueError) as error:

@@ -32,6 +32,9 @@ def test_the_shape_of_a_model() -> None:
         ("float16", 16, 20.8),
         ("int8", 1, 3.2),
         ("int8", 16, 15.0),
+        ("int4", 1, 2.0),
+        ("int4", 16, 9.1),
+        ("int4-a16", 16, 15.0),
     ],
 )
 def test_a_decode_step(storage: str, requests: int, milliseconds: float) -> None:
@@ -44,6 +47,7 @@ def test_a_linear_takes_the_longer_of_the_two() -> None:
     assert linear_s(1, (10, 10), "float32", peaks) == pytest.approx(4.0)
     assert linear_s(100, (10, 10), "float32", peaks) == pytest.approx(20.0)
     assert linear_s(100, (10, 10), "int8", peaks) == pytest.approx(20.0)  # floats are faster than int16 here
+    assert linear_s(100, (10, 10), "int4-a16", peaks) == pytest.approx(20.0)
 
 
 def test_an_adapter_is_read_once_for_all_its_requests() -> None:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loraplex.core import LoraSlice
 from loraplex.errors import EngineError
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.reference import rotated
 from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.torch_ops import TorchBackend
 
@@ -198,7 +199,15 @@ class MaskedBackend(TorchBackend):
         return table.scale[row][slots][:, None] * (b * shrunk[:, None, :]).sum(-1) + bias
 
     def rotary_write_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, kv_slot_mapping: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_layer: Tensor,
+        kv_slot_mapping: Tensor,
+        is_interleaved: bool = False,
     ) -> Tensor:
         """A row of padding does what the first row does; where that is one too, it writes what is there."""
         block_size = kv_layer.shape[3]
@@ -209,17 +218,23 @@ class MaskedBackend(TorchBackend):
             places % block_size,
             (kv_slot_mapping[source] >= 0)[:, None, None],
         )
-        k = _rotated(k, cos, sin)[source]
+        k = rotated(k, cos, sin, is_interleaved)[source]
         kv_layer[block, 0, :, offset] = torch.where(is_real, k, kv_layer[block, 0, :, offset])
         kv_layer[block, 1, :, offset] = torch.where(is_real, v[source], kv_layer[block, 1, :, offset])
-        return _rotated(q, cos, sin)
+        return rotated(q, cos, sin, is_interleaved)
 
     def paged_attention(
-        self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         num_sequences, width = plan.block_tables.shape
         if len(q) != num_sequences:
-            return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
+            return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
         _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
         contexts, keys = plan.context_lens[:, None], torch.arange(width * block_size)
         is_seen = keys < contexts
@@ -230,7 +245,10 @@ class MaskedBackend(TorchBackend):
         kv = torch.where(is_seen[:, None, :, None], kv, 0.0)
         grouped = q.reshape(num_sequences, num_kv_heads, -1, head_dim)
         mask = torch.where(is_seen, 0.0, -torch.inf)[:, None, None, :]
-        out = F.softmax(grouped @ kv[0].transpose(-1, -2) * scale + mask, dim=-1) @ kv[1]
+        scores = grouped @ kv[0].transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        out = F.softmax(scores + mask, dim=-1) @ kv[1]
         out = torch.where(contexts[:, :, None, None] > 0, out, 0.0)
         return out.reshape(q.shape)
 
@@ -241,8 +259,3 @@ def _gather(table: SlotTable, address: Tensor, index: Tensor, is_there: Tensor) 
     first = (address - table.buffer.data_ptr()) // 4
     places = first.view(-1, *(1,) * (index.dim() - 1)) + index
     return torch.where(is_there, numbers[torch.where(is_there, places, 0)], 0.0)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]

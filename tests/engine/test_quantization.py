@@ -12,6 +12,7 @@ from loraplex.frontend.llm import LLM
 from loraplex.kernels.native.choice import open_library
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
+from loraplex.kernels.quantized_weights import Int8Weight
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
@@ -41,18 +42,26 @@ def perplexity(logits: torch.Tensor) -> float:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("auto", "int8"), ("bfloat16", None), ("float16", None), ("bfloat16", "int8")]
+    ("dtype", "quantization"),
+    [
+        *(("auto", "int8"), ("bfloat16", None), ("float16", None), ("bfloat16", "int8")),
+        *(("auto", "int4"), ("bfloat16", "int4"), ("auto", "int4-a16")),
+    ],
 )
 def test_the_demo_answers_as_before(dtype: str, quantization: str | None) -> None:
     with LLM(base_path(), dtype=dtype, quantization=quantization) as llm:
         answers = ask(llm, questions(each=2, seed=0))
-    assert [a.text for a in answers if not a.is_right] == []
+    wrong = [a.text for a in answers if not a.is_right]
+    assert len(wrong) <= (1 if quantization == "int4" else 0), wrong  # one of 24 is nearly another one
 
 
 @needs_native
 @pytest.mark.parametrize(
     ("dtype", "quantization", "allowed"),
-    [(torch.float32, "int8", 0.05), (torch.bfloat16, None, 0.02), (torch.float16, None, 0.003)],
+    [
+        *((torch.float32, "int8", 0.05), (torch.bfloat16, None, 0.02), (torch.float16, None, 0.003)),
+        *((torch.float32, "int4", 0.6), (torch.bfloat16, "int4", 0.6)),
+    ],
 )
 def test_a_random_models_logits_move_little(
     zoo: ModelZoo, dtype: torch.dtype, quantization: str | None, allowed: float
@@ -69,6 +78,20 @@ def test_native_int8_is_the_references(zoo: ModelZoo) -> None:
     native, reference = (logits_of(load(zoo, backend, torch.float32, "int8")) for backend in ("native", "reference"))
     assert (native - reference).abs().max() <= 2e-3 * reference.abs().max()
     assert not torch.equal(reference, logits_of(load(zoo, "reference", torch.float32, None)))
+
+
+@needs_native
+def test_activations_in_8_bits_err_little_beside_weights_in_4() -> None:
+    """Of the demo's model: the same weights with activations in 16 bits, and those as they were."""
+    config, ops = ModelConfig.from_dir(base_path()), get_backend("native", CPU)
+
+    def run(kept: str | None) -> torch.Tensor:
+        model = load_model(base_path(), config, torch.float32, CPU, "auto", 0, ops, False, quantization=kept)
+        return PagedRunner(model, block_size=16).step([("a", TOKENS)])[0]
+
+    exact, coarse, fine = run(None), run("int4"), run("int4-a16")
+    assert 0 < (coarse - fine).norm() <= 0.25 * (fine - exact).norm()
+    assert (coarse - exact).norm() <= 1.1 * (fine - exact).norm()
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
@@ -119,10 +142,15 @@ def test_tritons_logits_are_the_references(zoo: ModelZoo, quantization: str) -> 
     ).square().mean().sqrt() <= 5e-3 * want.std()  # fp8: a quotient in the middle may fall to either side
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_the_head_is_not_quantised_to_less_than_int8(zoo: ModelZoo, quantization: str) -> None:
-    assert isinstance(load(zoo, "reference", torch.float32, quantization).lm_head.weight, torch.Tensor)
-    assert not isinstance(load(zoo, "reference", torch.float32, "int8").lm_head.weight, torch.Tensor)
+@pytest.mark.parametrize(("quantization", "kind"), [("fp8", torch.Tensor), ("int8", Int8Weight), ("int4", Int8Weight)])
+def test_the_head_is_not_quantised_to_less_than_int8(zoo: ModelZoo, quantization: str, kind: type) -> None:
+    assert isinstance(load(zoo, "reference", torch.float32, quantization).lm_head.weight, kind)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_activations_in_16_bits_are_named_on_a_cpu_alone(backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization int4-a16 is not in the {backend} kernels"):
+        LLM(base_path(), quantization="int4-a16", lora_backend=backend)
 
 
 def test_stock_torch_refuses_int8() -> None:

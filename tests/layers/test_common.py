@@ -39,6 +39,12 @@ ROPES: dict[str, Mapping[str, Any]] = {
         "beta_slow": 2,
         "truncate": False,
     },
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 131072},
+    "longrope, attention_factor": {
+        "rope_type": "longrope",
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 131072,
+    },
     "yarn, ramp of no width": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4},
 }
 
@@ -51,16 +57,19 @@ def test_cos_and_sin_are_those_of_transformers_bit_for_bit(rope: str, head_dim: 
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "max_position_embeddings": 131072}
-    hf_config = LlamaConfig(**sizes, rope_parameters=dict(ROPES[rope]))
+    parameters = dict(ROPES[rope])
+    if parameters["rope_type"] == "longrope":
+        parameters |= {f"{part}_factor": [1 + i / 7 for i in range(head_dim // 2)] for part in ("short", "long")}
+    hf_config = LlamaConfig(**sizes, rope_parameters=dict(parameters))
     config = ModelConfig.from_dict(
         {**sizes, "model_type": "llama", "intermediate_size": 8, "num_hidden_layers": 1}
-        | {"vocab_size": 8, "rope_parameters": ROPES[rope]}
+        | {"vocab_size": 8, "rope_parameters": parameters}
     )
     positions = torch.tensor([0, 1, 2, 77, 4095, 4096, 8191, 32767, 131071])
     for dtype in (torch.float32, torch.bfloat16):
         setup = LayerSetup(get_backend("torch", CPU), dtype, CPU)
         want = LlamaRotaryEmbedding(hf_config)(torch.zeros(1, dtype=dtype), positions[None])
-        got = RotaryEmbedding(head_dim, config.rope, setup).forward(positions)
+        got = RotaryEmbedding(head_dim, config.ropes, setup).forward(positions)
         for g, w in zip(got, want, strict=True):
             assert g.dtype == dtype
             assert torch.equal(g, w[0])

@@ -129,6 +129,7 @@ def test_vocabulary_shards_recombine(size: int) -> None:
         ("torch", None),
         pytest.param("native", None, marks=needs_native),
         pytest.param("native", "int8", marks=needs_native),
+        pytest.param("native", "int4", marks=needs_native),
     ],
 )
 def test_a_tied_head_has_the_weight_of_its_embedding(
@@ -163,9 +164,9 @@ def test_native_weights_of_a_tied_head_are_there_once() -> None:
     ops = get_backend("native", CPU)
     shared = {
         q: VocabParallelEmbedding("e", 32, HIDDEN, LayerSetup(ops, torch.float32, CPU, quantization=q), True)
-        for q in (None, "int8")
+        for q in (None, "int8", "int4")
     }
-    assert [shared[None].is_head, shared["int8"].is_head] == [True, False]
+    assert [each.is_head for each in shared.values()] == [True, False, False]
     assert not VocabParallelEmbedding("e", 32, HIDDEN, LayerSetup(ops, torch.float32, CPU), is_tied=False).is_head
 
 
@@ -196,6 +197,7 @@ def test_bare_and_wrapped_layers_are_called_alike(kind: str) -> None:
         ("torch", None),
         pytest.param("native", None, marks=needs_native),
         pytest.param("native", "int8", marks=needs_native),
+        pytest.param("native", "int4", marks=needs_native),
     ],
 )
 def test_one_slice_alone_has_the_columns_of_all(backend: str, quantization: str | None, head_dim: int) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from loraplex.errors import ModelConfigError
-from loraplex.models.config import FAMILIES, ModelConfig
+from loraplex.models.config import ModelConfig
+from loraplex.models.families import FAMILIES
 
 SIZES = {
     "hidden_size": 512,
@@ -19,7 +20,6 @@ SIZES = {
     "num_hidden_layers": 4,
     "vocab_size": 128,
 }
-CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 
 
 def read(family: str = "llama", **keys: Any) -> ModelConfig:
@@ -29,18 +29,21 @@ def read(family: str = "llama", **keys: Any) -> ModelConfig:
 def transformers_config(family: str, keys: Mapping[str, Any]) -> Any:
     import transformers
 
-    return getattr(transformers, CLASSES[family])(**SIZES, **keys)
+    return transformers.AutoConfig.for_model(family, **{**SIZES, **keys})
 
 
 def transformers_windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("llama", "mistral"):
-        return (window if config.model_type == "mistral" else None,) * config.num_hidden_layers
+    if getattr(config, "layer_types", None) is None:
+        return (window,) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+
 CASES: list[tuple[str, Mapping[str, Any]]] = [
-    *((family, {}) for family in FAMILIES),
+    *((family, {}) for family in sorted(FAMILIES)),
     ("llama", {"head_dim": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("llama", {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
@@ -54,6 +57,20 @@ CASES: list[tuple[str, Mapping[str, Any]]] = [
         "qwen3",
         {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    ("cohere2", {"sliding_window_pattern": 2, "logit_scale": 0.25, "layer_norm_eps": 1e-6, "attention_bias": True}),
+    ("gemma2", {"query_pre_attn_scalar": 144, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0}),
+    ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2, "hidden_activation": "gelu"}),
+    ("gemma3_text", {"sliding_window_pattern": 3, "sliding_window": 512, "final_logit_softcapping": 30.0}),
+    ("gemma3_text", {"rope_theta": 5e5, "rope_local_base_freq": 5e3, "rope_scaling": LINEAR}),
+    ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
+    ("granite", {"attention_multiplier": 0.015, "residual_multiplier": 0.22, "embedding_multiplier": 12.0}),
+    ("granite", {"logits_scaling": 8.0, "mlp_bias": True, "attention_bias": True}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": 8, "rope_theta": 5e5}),
+    ("phi3", {"sliding_window": 2047, "num_key_value_heads": 8, "hidden_act": "gelu_new"}),
+    ("phi3", {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE, "max_position_embeddings": 16384}),
+    ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 0], "rope_theta": 5e6, "mlp_bias": True}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layer_interval": 2}),
+    ("starcoder2", {"use_bias": False, "sliding_window": 4096, "norm_epsilon": 1e-6, "rope_theta": 1e6}),
 ]
 
 
@@ -69,16 +86,39 @@ def test_values_are_those_of_transformers(family: str, keys: Mapping[str, Any], 
     else:
         got = read(family, **keys)
     same = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    same += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    same += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
     for name in same:
         assert getattr(got, name) == getattr(want, name), name
+    assert got.rms_norm_eps == getattr(want, FAMILIES[family].renamed.get("rms_norm_eps", "rms_norm_eps"))
     assert got.head_dim == (getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads)
     assert got.sliding_windows == transformers_windows(want)
-    assert got.qkv_bias == (family == "qwen2" or getattr(want, "attention_bias", False))
-    assert got.o_bias == (family != "qwen2" and getattr(want, "attention_bias", False))
-    assert got.mlp_bias == getattr(want, "mlp_bias", False)
-    assert got.rope.rope_theta == want.rope_parameters["rope_theta"]
-    assert got.rope.rope_type == want.rope_parameters["rope_type"]
+    has_bias = getattr(want, "use_bias", False)
+    assert got.qkv_bias == (family == "qwen2" or has_bias or getattr(want, "attention_bias", False))
+    assert got.o_bias == (family not in ("qwen2", "glm4") and (has_bias or getattr(want, "attention_bias", False)))
+    assert got.mlp_bias == (has_bias or getattr(want, "mlp_bias", False))
+    ropes = [
+        want.rope_parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in want.rope_parameters
+    ]
+    for rope, expected in zip(got.ropes, ropes or [want.rope_parameters], strict=True):
+        assert (rope.rope_theta, rope.rope_type) == (expected["rope_theta"], expected["rope_type"])
+        assert got.rotary_dim == int(got.head_dim * (expected.get("partial_rotary_factor") or 1))
+    assert_numbers_are_those_of(want, got)
+
+
+def assert_numbers_are_those_of(want: Any, got: ModelConfig) -> None:
+    """Scales and soft caps, which are there only in some families."""
+    scalar = getattr(want, "query_pre_attn_scalar", got.head_dim)
+    assert got.attention_scale == pytest.approx(getattr(want, "attention_multiplier", scalar**-0.5))
+    assert got.attention_softcap == getattr(want, "attn_logit_softcapping", None)
+    assert got.logit_softcap == getattr(want, "final_logit_softcapping", None)
+    assert got.logit_scale == pytest.approx(getattr(want, "logit_scale", 1) / getattr(want, "logits_scaling", 1))
+    assert got.residual_scale == getattr(want, "residual_multiplier", 1)
+    root = want.hidden_size**0.5 if "gemma" in want.model_type else 1
+    assert got.embedding_scale == pytest.approx(getattr(want, "embedding_multiplier", root))
+    if want.model_type == "smollm3":
+        assert got.layer_ropes == tuple(0 if flag else None for flag in want.no_rope_layers[: want.num_hidden_layers])
+    activation = getattr(want, "hidden_activation", None) or want.hidden_act
+    assert got.activation == {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(activation, activation)
 
 
 def test_old_and_new_rope_keys_mean_the_same() -> None:
@@ -103,6 +143,8 @@ def test_an_outer_pretraining_context_wins() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}, 8192),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, 2048),
+        ({"model_type": "phi3", "rope_scaling": {**LONGROPE, "short_factor": [1] * 8, "long_factor": [2] * 8}}, 4096),
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131072),
     ],
 )
 def test_max_model_len(keys: Mapping[str, Any], max_model_len: int) -> None:
@@ -133,13 +175,33 @@ def test_the_architecture_alone_tells_the_family() -> None:
 
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
-    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are cohere2, gemma2, gemma3"),
+    ({"model_type": "llama4"}, r"'llama4' is not supported \(its layers have experts.*\); supported are cohere2"),
+    ({"model_type": "llama4_text"}, "its layers have experts"),
     ({"model_type": None}, "model_type None"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
     ({"architectures": ["MistralForCausalLM"]}, "it has to be LlamaForCausalLM"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"hidden_act": "relu2"}, "hidden_act='relu2' is not supported; supported are silu, swish, gelu"),
+    ({"model_type": "starcoder2", "hidden_act": "silu"}, "hidden_act='silu'"),
+    ({"model_type": "gemma2", "hidden_activation": "relu"}, "hidden_activation='relu'"),
+    ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ({"model_type": "gemma2", "sliding_window": None}, "no sliding window is set"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must have a 0 or a 1 for each of 4 layers"),
+    ({"model_type": "gemma3", "text_config": 3}, "text_config must be an object"),
+    ({"model_type": "glm4", "partial_rotary_factor": 2}, "partial_rotary_factor must be at most 1"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, "must be a list of 8 numbers"),
+    ({"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5"),
+    ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a number > 0"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config="),
+    (
+        {"quantization_config": {"quant_method": "hqq"}},
+        "quant_method 'hqq' is not supported; supported are compressed-",
+    ),
+    (
+        {"quantization_config": {"quant_method": "awq", "bits": 3}},
+        "quantization_config of awq: bits=3 is not supported",
+    ),
+    ({"quantization_config": ["awq"]}, "quantization_config must be an object"),
     ({"text_config": {"hidden_size": 3}}, "text_config="),
     ({"num_local_experts": 8}, "num_local_experts=8"),
     ({"hidden_size": None}, "has no hidden_size"),
@@ -163,7 +225,7 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ),
     ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, "no sliding window is set"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor must be a list of 8 numbers, got None"),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope'"),
     ({"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section="),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor must be a number > 0, got None"),

@@ -20,7 +20,7 @@ from tests.fixtures import VOCAB_SIZE, ModelZoo
 from tests.models.adapter_files import pack_adapter
 from tests.models.paged_runner import CPU, PagedRunner, load_decoder
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("torch", "reference", "native")
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -31,6 +31,21 @@ LLAMA3_ROPE = {
     "rope_theta": 500.0,  # so that all three bands exist in 16 dimensions
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+LONGROPE = {
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 2.0],
+        "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0],
+    },
+}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 
 MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -54,6 +69,27 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
     "qwen3-window": ("qwen3", QWEN_WINDOW),
+    "cohere2": ("cohere2", {}),
+    "cohere2-biases": ("cohere2", {"attention_bias": True, "logit_scale": 0.3}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-low-caps": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-biases": ("gemma2", {"attention_bias": True, "hidden_activation": "gelu"}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-linear-rope": ("gemma3_text", {"rope_parameters": GEMMA3_ROPE}),
+    "glm4": ("glm4", {}),
+    "glm4-no-bias": ("glm4", {"attention_bias": False}),
+    "granite": ("granite", {}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3-longrope": ("phi3", LONGROPE),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
+    "smollm3": ("smollm3", {}),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 12, "no_rope_layers": [0, 1]}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "sliding_window": 20, "hidden_act": "gelu"}),
 }
 
 
@@ -86,10 +122,14 @@ def test_logits_equal_transformers(zoo: ModelZoo, model: str, backend: str) -> N
     tokens = {"a": make_tokens(45, 1), "b": make_tokens(37, 2), "c": make_tokens(30, 3)}
     want = {name: zoo.oracle(base).logits(t) for name, t in tokens.items()}
 
-    assert_close(PagedRunner(decoder).step([("a", tokens["a"])])[0], want["a"])
-    assert_close(run_in_chunks(PagedRunner(decoder), "a", tokens["a"], [7, 16, 1, 9]), want["a"])
-    assert_close(run_in_chunks(PagedRunner(decoder), "b", tokens["b"], [20]), want["b"])
+    def runner_of(decoder: Decoder) -> PagedRunner:
+        return PagedRunner(decoder, block_size=16 if backend == "native" else 8)
 
+    assert_close(runner_of(decoder).step([("a", tokens["a"])])[0], want["a"])
+    assert_close(run_in_chunks(runner_of(decoder), "a", tokens["a"], [7, 16, 1, 9]), want["a"])
+    assert_close(run_in_chunks(runner_of(decoder), "b", tokens["b"], [20]), want["b"])
+
+    assert not decoder.kernel_fallbacks or decoder.config.head_dim % 16
     runner = PagedRunner(decoder, block_size=16)
     cuts = {"a": [0, 20, 21, 44, 45], "b": [0, 0, 30, 31, 37], "c": [0, 1, 2, 29, 30]}
     for i in range(4):

@@ -62,7 +62,7 @@ def files(base: Path) -> list[str]:
     return sorted(file.name for file in (base.parent / "cache").iterdir())
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4-a16"])
 def test_a_second_start_maps_what_the_first_packed(
     base: Path, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

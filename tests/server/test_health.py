@@ -20,7 +20,7 @@ from loraplex.server import ServerConfig, create_app, health_api
 from loraplex.server.context import ServerContext
 from loraplex.server.schemas import CompletionRequest
 from loraplex.testing import FakeAsyncEngine
-from loraplex.testing.fake_engine import FakeHealth
+from loraplex.testing.fake_engine import FakeHealth, FakeModelInfo
 from tests.server.conftest import client_of
 
 
@@ -213,8 +213,18 @@ async def test_a_closing_server_is_503(client: httpx.AsyncClient, app: FastAPI) 
 
 async def test_version(client: httpx.AsyncClient) -> None:
     first, second = [(await client.get("/version")).json() for _ in range(2)]
-    assert first == second == {"version": loraplex.__version__, "backend": "fake", "instance": first["instance"]}
+    model = "llama; weights: float32; KV cache: float32"
+    instance = first["instance"]
+    version = {"version": loraplex.__version__, "backend": "fake", "model": model, "instance": instance}
+    assert first == second == version
     assert len(first["instance"]) == 16
+
+
+async def test_version_says_how_a_quantised_checkpoint_is_kept() -> None:
+    words = "llama; weights: GPTQ checkpoint, kept as 14 linears in its own int4 in groups of 128; KV cache: bfloat16"
+    app = create_app(FakeAsyncEngine(model_info=FakeModelInfo(form=words)), ServerConfig())
+    async with client_of(app) as client:
+        assert (await client.get("/version")).json()["model"] == words
 
 
 async def test_openapi_has_the_bodies(client: httpx.AsyncClient) -> None:

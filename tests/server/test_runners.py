@@ -32,7 +32,7 @@ def client_of(*reports: RunnerReport) -> TestClient:
 def test_one_runner_is_not_mentioned() -> None:
     client = client_of()
     assert client.get("/health").json() == {"status": "ok"}
-    assert set(client.get("/version").json()) == {"version", "backend", "instance"}
+    assert set(client.get("/version").json()) == {"version", "backend", "model", "instance"}
     assert "loraplex:runner" not in client.get("/metrics").text
 
 

@@ -1,22 +1,52 @@
-"""Which weights answer for which name: `LoRARegistry`, what it hands out and what its verbs return."""
+"""Which weights answer for which name: `LoRARegistry`, what it hands out and what its verbs return.
 
-from loraplex.adapters.registry.adapter_name import check_clients_name
-from loraplex.adapters.registry.following import OnChange
-from loraplex.adapters.registry.records import (
-    AdapterText,
-    DatabaseHealth,
-    DatabaseState,
-    Journal,
-    NameChange,
-    NameRecord,
-    NameUsage,
-    SharedJournal,
-    VersionRecord,
-)
-from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, start_thread
-from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
-from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
-from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, VersionInfo, VersionState
+Its modules are imported when a name is first used: settings of a command line need the rules of names alone.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loraplex.adapters.registry.adapter_name import check_clients_name
+    from loraplex.adapters.registry.following import OnChange
+    from loraplex.adapters.registry.records import (
+        AdapterText,
+        DatabaseHealth,
+        DatabaseState,
+        Journal,
+        NameChange,
+        NameRecord,
+        NameUsage,
+        SharedJournal,
+        VersionRecord,
+    )
+    from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, start_thread
+    from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
+    from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
+    from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, VersionInfo, VersionState
+
+_MODULES = {
+    "adapter_name": ("check_clients_name",),
+    "following": ("OnChange",),
+    "records": (
+        "AdapterText",
+        "DatabaseHealth",
+        "DatabaseState",
+        "Journal",
+        "NameChange",
+        "NameRecord",
+        "NameUsage",
+        "SharedJournal",
+        "VersionRecord",
+    ),
+    "registry": ("HeldAdapters", "LoRARegistry", "start_thread"),
+    "verbs": ("LoadResult", "LoadStatus", "LoadTurn", "SwitchResult", "UnloadResult"),
+    "version": ("LoRARef", "OpenedAdapter"),
+    "views": ("AdapterInfo", "LoadedName", "NameQuery", "VersionInfo", "VersionState"),
+}
+_HOME_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AdapterInfo",
@@ -46,3 +76,10 @@ __all__ = [
     "check_clients_name",
     "start_thread",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return value

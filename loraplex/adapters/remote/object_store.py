@@ -10,7 +10,6 @@ AWS_ENDPOINT_URL, a role of the machine).
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import hashlib
 import logging
@@ -111,6 +110,7 @@ def fetch_objects(
     max_bytes: of all files together. make_room: is asked before anything is downloaded. Raises AdapterLoadError's kin,
     AdapterTooLargeError, AdapterNoRoomError.
     """
+    import asyncio
 
     async def within() -> Path:
         async with asyncio.timeout(timeout_s):
@@ -127,6 +127,8 @@ def fetch_objects(
 def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TIMEOUT_S) -> tuple[list[str], bool]:
     """The parts directly below a place that have something below them, from `start` on, in the order of the store:
     `sql-1` comes before `sql`, as `sql-1/` does before `sql/`. One answer of it, and whether there is more."""
+    import asyncio
+
 
     async def within() -> tuple[list[str], bool]:
         below = f"{place.key}/" if place.key else ""

@@ -20,13 +20,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder, read_files
-from loraplex.adapters.registry import NameQuery
-from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter
 from loraplex.adapters.remote.object_store import OBJECT_PREFIX, ObjectAdapter, listed_prefixes
 from loraplex.errors import AdapterLoadError, ConfigError, InvalidRequestError, LoraplexError, shortened, shown
+
+if TYPE_CHECKING:
+    from loraplex.adapters.registry import NameQuery
 
 ORIGIN = "source:"
 """How the origin of a version begins that came by need; the source's name follows."""
@@ -166,7 +168,7 @@ class NamedSource:
                 names = [entry.name for entry in islice(entries, MAX_LISTED)]
         except OSError as error:
             raise AdapterLoadError(f"source {self.name!r} cannot be listed: {error.strerror}") from error
-        for name in NameQuery(query.prefix, query.contains, query.after, is_sorted=True).of(names):
+        for name in replace(query, is_sorted=True).of(names):
             if _is_part(name) and self._directory(name) is not None:
                 yield name
 
@@ -175,6 +177,8 @@ def _is_part(adapter: str, num_parts: int = 1) -> bool:
     """Whether it can be a name in a source: parts of a path without tricks, no revision, no version."""
     if adapter.count("/") != num_parts - 1 or "@" in adapter or any(part[:1] == "." for part in adapter.split("/")):
         return False
+    from loraplex.adapters.registry.adapter_name import check_adapter_name  # --help would wait for its package
+
     try:
         check_adapter_name(adapter, ())
     except LoraplexError:

@@ -25,6 +25,7 @@ class AttentionStep(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("sequences", "table_stride", "block_stride")),
         *((name, ctypes.c_int32) for name in ("format", "block_size", "heads", "kv_heads", "head_dim", "threads")),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
 
 
@@ -33,8 +34,10 @@ class RotaryCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "kv_slots", "kv")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "block_stride", "tokens")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "block_stride", "rope_stride")),
+        ("tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("format", "block_size", "heads", "kv_heads", "head_dim", "threads")),
+        *((name, ctypes.c_int32) for name in ("rotary_dim", "is_interleaved")),
     )
 
 
@@ -58,28 +61,36 @@ def rotary_write_kv(
     kv_layer: torch.Tensor,
     kv_slot_mapping: torch.Tensor,
     num_threads: int,
+    is_interleaved: bool = False,
 ) -> torch.Tensor:
     """See KernelBackend.rotary_write_kv; q is rotated in place."""
     assert cos.dtype == sin.dtype == torch.float32
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
+    assert cos.stride() == sin.stride()
     assert kv_slot_mapping.dtype == torch.int64
     assert kv_slot_mapping.is_contiguous()
-    call = rotary_call(q, k, v, kv_layer, num_threads)
+    call = rotary_call(q, k, v, cos, kv_layer, num_threads, is_interleaved)
     call.cos, call.sin, call.kv_slots, call.tokens = cos.data_ptr(), sin.data_ptr(), kv_slot_mapping.data_ptr(), len(q)
     library.functions.loraplex_rotary_write_kv(ctypes.byref(call))
     return q
 
 
 def rotary_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, num_threads: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    kv_layer: torch.Tensor,
+    num_threads: int,
+    is_interleaved: bool,
 ) -> RotaryCall:
-    """The call without what changes from step to step: cos, sin, kv_slots and tokens."""
+    """The call without what changes from step to step: addresses of cos and sin, kv_slots and tokens."""
     _, num_heads, head_dim = q.shape
     block_stride, _, _, _, _ = kv_layer.stride()
     _, _, num_kv_heads, block_size, _ = kv_layer.shape
     assert q.dtype == k.dtype == v.dtype == torch.float32
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    assert cos.shape[1] <= head_dim
+    assert cos.stride(1) == 1
     return RotaryCall(
         q=q.data_ptr(),
         k=k.data_ptr(),
@@ -89,12 +100,15 @@ def rotary_call(
         k_stride=k.stride(0),
         v_stride=v.stride(0),
         block_stride=block_stride,
+        rope_stride=cos.stride(0),
         format=KV_FORMATS[kv_layer.dtype],
         block_size=block_size,
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_dim=head_dim,
         threads=num_threads,
+        rotary_dim=cos.shape[1],
+        is_interleaved=is_interleaved,
     )
 
 
@@ -106,9 +120,10 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     num_threads: int,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """See KernelBackend.paged_attention; q [T, H, D] float32, its heads dense; -> [T, H, D] float32."""
-    step = attention_step(q, kv_layer, plan, scale, num_threads)
+    step = attention_step(q, kv_layer, plan, scale, softcap, num_threads)
     assert q.dtype == torch.float32
     assert q.stride()[1:] == step.head_strides
     out = torch.empty_like(q)  # its heads are dense, so this is too
@@ -119,13 +134,18 @@ def paged_attention(
 
 
 def attention_step(
-    q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, num_threads: int
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+    num_threads: int,
 ) -> _Step:
     """Made once per step and kept in the plan."""
-    key = ("native attention", q.shape, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, scale, num_threads)
+    key = ("native attention", q.shape, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, scale, softcap, num_threads)
     step: _Step | None = plan.scratch.get(key)
     if step is None:
-        step = plan.scratch[key] = _Step(q, kv_layer, plan, scale, num_threads)
+        step = plan.scratch[key] = _Step(q, kv_layer, plan, scale, softcap, num_threads)
     return step
 
 
@@ -133,7 +153,13 @@ class _Step:
     """What all layers of a step share, made once; the plan that it is kept in keeps its tensors alive."""
 
     def __init__(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, num_threads: int
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        softcap: float | None,
+        num_threads: int,
     ) -> None:
         (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_layer.shape
         tables = plan.block_tables
@@ -159,5 +185,6 @@ class _Step:
             head_dim,
             num_threads,
             scale,
+            softcap or 0.0,
         )
         self.address = ctypes.addressof(self._arguments)

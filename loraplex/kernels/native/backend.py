@@ -1,4 +1,4 @@
-"""The native CPU backend: activations in float32, weights in any of float32, float16, bfloat16 and int8.
+"""The native CPU backend: activations in float32, weights in any of float32, float16, bfloat16, int8 and int4.
 
 Every result row is a function of that row's own inputs, bit for bit: not of its neighbours in the batch, the chunking
 of a prompt or the number of threads (csrc/linear.cpp and its siblings say how).
@@ -18,25 +18,29 @@ from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
 from loraplex.distributed import RankGroup
 from loraplex.kernels.fallbacks import FallbackCounter
-from loraplex.kernels.native import checksum, lora, sampling
+from loraplex.kernels.native import checksum, glue, lora, sampling
 from loraplex.kernels.native.attention import kv_layout_gap, paged_attention, rotary_write_kv
 from loraplex.kernels.native.board import MAX_RANKS, RankBoard, board_nbytes
-from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import (
     FORMATS,
+    INT4_ACTIVATIONS,
+    INT4_GROUP_SIZE,
     PACKED_FORMAT,
     PanelWeight,
     embedding,
+    keep_linear,
     linear,
     pack_linear,
     pack_panels,
     panel_rows,
     panel_shape,
+    round_int4,
     row_norms,
 )
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.quantized_weights import Fp8Weight, QuantizedSpecification
 from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule
@@ -48,7 +52,7 @@ class NativeBackend(TorchBackend):
     """C++ kernels on `num_threads` threads."""
 
     name = "native"
-    quantizations = ("int8",)
+    quantizations = ("int8", *INT4_ACTIVATIONS)
     packed_format = PACKED_FORMAT
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
@@ -168,14 +172,23 @@ class NativeBackend(TorchBackend):
         lora.scale_input(self.library, x, plan, table, row, self.num_threads)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
+        if quantization in INT4_ACTIVATIONS:
+            num_bits = INT4_ACTIVATIONS[quantization]
+            return self.keep_linear(round_int4(self.library, weight, INT4_GROUP_SIZE, num_bits, self.num_threads))
         dtype = torch.int8 if quantization == "int8" else weight.dtype
         return pack_linear(self.library, weight, dtype, self.num_threads)
 
+    def keep_linear(self, weight: QuantizedSpecification) -> PanelWeight | None:
+        if isinstance(weight, Fp8Weight):
+            return None
+        return keep_linear(self.library, weight, self.num_threads)
+
     def linear_tensors(self, weight: PanelWeight) -> dict[str, torch.Tensor]:
-        return {"panels": weight.panels} | ({} if weight.scale is None else {"scale": weight.scale})
+        tensors = {"panels": weight.panels, "scale": weight.scale, "zero": weight.zero}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> PanelWeight:
-        return PanelWeight.over(tensors["panels"], tensors.get("scale"), *shape)
+        return PanelWeight.over(tensors["panels"], tensors.get("scale"), *shape, tensors.get("zero"))
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, PanelWeight):
@@ -211,25 +224,34 @@ class NativeBackend(TorchBackend):
         sin: torch.Tensor,
         kv_layer: torch.Tensor,
         kv_slot_mapping: torch.Tensor,
+        is_interleaved: bool = False,
     ) -> torch.Tensor:
         if self._recorder is not None:
-            return self._recorder.rotary_write_kv(q, k, v, kv_layer)
+            return self._recorder.rotary_write_kv(q, k, v, cos, kv_layer, is_interleaved)
         gap = kv_layout_gap(kv_layer)
         if gap is not None:
             self._fallbacks.add("rotary_write_kv", gap)
-            return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping)
-        return rotary_write_kv(self.library, q, k, v, cos, sin, kv_layer, kv_slot_mapping, self.num_threads)
+            return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping, is_interleaved)
+        return rotary_write_kv(
+            self.library, q, k, v, cos, sin, kv_layer, kv_slot_mapping, self.num_threads, is_interleaved
+        )
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         if self._recorder is not None:
-            return self._recorder.paged_attention(q, kv_layer, scale, sliding_window)
+            return self._recorder.paged_attention(q, kv_layer, scale, sliding_window, softcap)
         gap = kv_layout_gap(kv_layer)
         if gap is not None:
             self._fallbacks.add("paged_attention", gap)
-            return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
-        return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads)
+            return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
+        return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads, softcap)
 
     def rank_nbytes(self, num_ranks: int) -> int:
         return board_nbytes(num_ranks) if num_ranks <= MAX_RANKS else 0
@@ -248,19 +270,34 @@ class NativeBackend(TorchBackend):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if self._recorder is not None:
             return self._recorder.rms_norm(x, weight, eps)
-        return rms_norm(self.library, x, weight, eps, self.num_threads)
+        return glue.rms_norm(self.library, x, weight, eps, self.num_threads)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._recorder is not None:
-            return self._recorder.add_rms_norm(x, residual, weight, eps)
-        return add_rms_norm(self.library, x, residual, weight, eps, self.num_threads)
+            return self._recorder.add_rms_norm(x, residual, weight, eps, scale)
+        return glue.add_rms_norm(self.library, x, residual, weight, eps, scale, self.num_threads)
+
+    def add_scaled(self, x: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.add_scaled(x, residual, scale)
+        return glue.add_scaled(self.library, x, residual, scale, self.num_threads)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.layer_norm(x, weight, bias, eps)
+        return glue.layer_norm(self.library, x, weight, bias, eps, self.num_threads)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self._recorder is not None:
             return self._recorder.silu_mul(gate_up)
-        return silu_mul(self.library, gate_up, self.num_threads)
+        return glue.silu_mul(self.library, gate_up, self.num_threads)
+
+    def gelu(self, x: torch.Tensor, is_tanh: bool, has_up: bool) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.gelu(x, is_tanh, has_up)
+        return glue.gelu(self.library, x, is_tanh, has_up, self.num_threads)
 
     # --------------------------------------------------------------------------------------------------------- sampling
 

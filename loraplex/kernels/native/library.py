@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
@@ -35,6 +35,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
         _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT,
     ),
     "loraplex_pack_linear": (_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "loraplex_pack_groups": (_INT, _POINTER, _LONG, _LONG, _POINTER, _INT),
+    "loraplex_round_int4": (_POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
     "loraplex_row_norms": (
         _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _POINTER,
     ),
@@ -45,7 +47,10 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_add_rows": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
     "loraplex_pack_lora": (_INT, _POINTER, _LONG, _LONG, _POINTER),
     "loraplex_rms_norm": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
-    "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _INT),
+    "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _FLOAT, _INT),
+    "loraplex_add_scaled": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _FLOAT, _INT),
+    "loraplex_layer_norm": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),
+    "loraplex_gelu": (_POINTER, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _INT),
     "loraplex_silu_mul": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
     "loraplex_run_program": (_POINTER, _LONG, _POINTER, _POINTER),
     "loraplex_sum_ranks": (_POINTER, _POINTER, _LONG),

@@ -33,7 +33,7 @@ from loraplex.kernels.step_batch import LayersForward, StepBatch
 
 OPERATORS = (
     *("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul"),
-    *("scale_input", "sum_ranks"),
+    *("scale_input", "sum_ranks", "layer_norm", "add_scaled", "gelu"),
 )
 """By number, as in csrc/api.h."""
 
@@ -50,6 +50,7 @@ class ProgramCall(ctypes.Structure):
         ("op", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
         ("at", ctypes.c_void_p * 6),
         ("size", ctypes.c_int64 * 4),
     )
@@ -112,15 +113,15 @@ class Recorder:
         self.table: SlotTable | None = None
         self.has_input_gains = False
         """Of the table, before the first operator that depends on it was written down."""
-        self.first_attention: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        self.first_attention: tuple[torch.Tensor, torch.Tensor, float, float | None] | None = None
         self.board: RankBoard | None = None
         """Of the ranks that have a share of the step."""
         self._workspace = workspace
         self._num_threads = num_threads
         self._alive: list[Any] = []
 
-    def _add(self, operator: str, *at: int, size: tuple[int, ...] = (), eps: float = 0.0) -> None:
-        call = ProgramCall(OPERATORS.index(operator), self._num_threads, eps)
+    def _add(self, operator: str, *at: int, size: tuple[int, ...] = (), eps: float = 0.0, scale: float = 1.0) -> None:
+        call = ProgramCall(OPERATORS.index(operator), self._num_threads, eps, scale)
         call.at[: len(at)], call.size[: len(size)] = at, size
         self.calls.append(call)
 
@@ -182,7 +183,7 @@ class Recorder:
         return y.view(x.shape)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._alive.append(weight)
         self._add(
@@ -190,8 +191,32 @@ class Recorder:
             *(self._scratch(x), self._scratch(residual), weight.data_ptr()),
             size=(x.stride(0), residual.stride(0), x.shape[1]),
             eps=eps,
+            scale=scale,
         )
         return x, residual
+
+    def add_scaled(self, x: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
+        size = x.stride(0), residual.stride(0), x.shape[1]
+        self._add("add_scaled", self._scratch(x), self._scratch(residual), size=size, scale=scale)
+        return residual
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        assert x.stride(1) == 1
+        y = self._workspace.empty(x.shape[1])
+        self._alive += weight, bias
+        self._add(
+            "layer_norm",
+            *(self._scratch(x), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr()),
+            size=(x.stride(0), x.shape[1]),
+            eps=eps,
+        )
+        return y
+
+    def gelu(self, x: torch.Tensor, is_tanh: bool, has_up: bool) -> torch.Tensor:
+        width = x.shape[1] // 2 if has_up else x.shape[1]
+        y = self._workspace.empty(width)
+        self._add("gelu", self._scratch(x), y.data_ptr(), size=(x.stride(0), width, is_tanh, has_up))
+        return y
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         inner = gate_up.shape[1] // 2
@@ -207,21 +232,33 @@ class Recorder:
         return part
 
     def rotary_write_kv(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        kv_layer: torch.Tensor,
+        is_interleaved: bool,
     ) -> torch.Tensor:
+        """cos: the layer's columns of the step's."""
         assert all(self._scratch(tensor) for tensor in (q, k, v))
-        call = rotary_call(q, k, v, kv_layer, self._num_threads)
+        call = rotary_call(q, k, v, cos, kv_layer, self._num_threads, is_interleaved)
         self._alive.append(call)
-        self._add("rotary_write_kv", ctypes.addressof(call))
+        self._add("rotary_write_kv", ctypes.addressof(call), size=(int(cos.storage_offset()),))
         return q
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, scale: float, sliding_window: int | None
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         if self.first_attention is None:
-            self.first_attention = q, kv_layer, scale
-        first_q, first_kv, first_scale = self.first_attention
-        assert (first_q.shape, first_kv.stride(), first_scale) == (q.shape, kv_layer.stride(), scale)
+            self.first_attention = q, kv_layer, scale, softcap
+        first_q, first_kv, *first_rule = self.first_attention
+        assert (first_q.shape, first_kv.stride(), *first_rule) == (q.shape, kv_layer.stride(), scale, softcap)
         out = self._workspace.empty(q.shape[1] * q.shape[2])
         self._add(
             "paged_attention",
@@ -335,10 +372,12 @@ class StepProgram:
         assert cos.dtype == sin.dtype == torch.float32
         assert kv_slots.dtype == torch.int64
         assert cos.is_contiguous() and sin.is_contiguous() and kv_slots.is_contiguous()  # noqa: PT018
-        assert len(cos) == len(sin) == len(kv_slots) == num_rows
+        assert cos.shape == sin.shape
+        assert len(cos) == len(kv_slots) == num_rows
+        assert cos.storage_offset() == 0, "the columns of a layer were written down as offsets in the storage"
         assert program.recorder.first_attention is not None
-        q, kv_layer, scale = program.recorder.first_attention
-        attention = attention_step(q[:num_rows], kv_layer, batch.attention, scale, self._num_threads)
+        q, kv_layer, scale, softcap = program.recorder.first_attention
+        attention = attention_step(q[:num_rows], kv_layer, batch.attention, scale, softcap, self._num_threads)
         segments = None
         if program.recorder.table is not None:
             assert batch.lora is not None

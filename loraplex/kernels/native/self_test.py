@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,8 +19,9 @@ from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotar
 from loraplex.kernels.native.board import PART_BYTES, RankBoard, board_nbytes
 from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.native.linear import linear, pack_linear, row_norms
+from loraplex.kernels.native.linear import keep_linear, linear, pack_linear, round_int4, row_norms
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.quantized_weights import GroupWeight, Int8GroupWeight
 from loraplex.kernels.slices import DTYPE_CODES, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, StepBatch
 from loraplex.kernels.token_ranking import WeightRule
@@ -55,14 +57,48 @@ def _linear(dtype: torch.dtype, library: NativeLibrary) -> tuple[torch.Tensor, .
     return (packed.panels, *([] if packed.scale is None else [packed.scale]), *outputs)
 
 
+def _group_linear(num_bits: int, activation_bits: int, library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """As _linear, of a weight in groups with zero points, and of one that is rounded here."""
+    in_features, out_features = 1031, 139
+    rounded = round_int4(library, _draw(out_features, in_features), 64, activation_bits, 1)
+    if num_bits == 4:
+        zero = (_draw(*rounded.scale.shape).abs() * 5).clamp(0, 16).to(torch.uint8)
+        weights: tuple[GroupWeight, ...] = (rounded, replace(rounded, zero=zero, scale=rounded.scale * 1.0001))
+    else:
+        weights = (Int8GroupWeight(rounded.q.to(torch.int8) * 8 - 64, rounded.scale, None, 64),)
+    outputs: list[torch.Tensor] = [rounded.q, rounded.scale]
+    for weight in weights:
+        packed = keep_linear(library, weight, 1)
+        assert packed is not None
+        x = _draw(33, in_features)
+        outputs += [packed.panels, *(linear(library, x[:rows], packed, _draw(out_features), 1) for rows in (1, 3, 33))]
+        outputs.append(row_norms(library, packed, 5, 90, _draw(7, in_features), _draw(85, 7), 0.5))
+    return tuple(outputs)
+
+
 def _rms_norm(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     heads = _draw(3, 200)[:, 10:].view(3, 2, 95)
     normed = glue.rms_norm(library, heads, _draw(95), 1e-6, 1)
-    return normed, *glue.add_rms_norm(library, _draw(2, 203), _draw(3, 203)[1:].clone(), _draw(203), 1e-5, 1)
+    summed = [
+        tensor
+        for scale in (1.0, 0.3)
+        for tensor in glue.add_rms_norm(library, _draw(2, 203), _draw(3, 203)[1:].clone(), _draw(203), 1e-5, scale, 1)
+    ]
+    return normed, *summed, glue.add_scaled(library, _draw(2, 203), _draw(3, 203)[1:].clone(), 0.3, 1)
+
+
+def _layer_norm(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    weight = _draw(203)
+    return tuple(glue.layer_norm(library, _draw(3, 203), weight, bias, 1e-5, 1) for bias in (None, weight.flip(0)))
 
 
 def _silu_mul(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     return (glue.silu_mul(library, 30 * _draw(3, 2 * 203), 1),)
+
+
+def _gelu(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    x = 3 * _draw(3, 2 * 203)
+    return tuple(glue.gelu(library, x, is_tanh, has_up, 1) for is_tanh in (False, True) for has_up in (False, True))
 
 
 def _ranking(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
@@ -148,20 +184,22 @@ def _one_prompt(tokens: int, block_size: int) -> AttentionPlan:
 
 
 def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """A prompt of 70 tokens, its keys in two blocks of 64 and more; every dtype of the cache."""
+    """A prompt of 70 tokens, its keys in two blocks of 64 and more; every dtype of the cache; with a soft cap and
+    positions of neighbours in a part of a head, too."""
     tokens, heads, kv_heads, head_dim, block_size = 70, 4, 2, 32, 16
     outputs = []
-    for dtype in KV_FORMATS:
+    for dtype, softcap in (*((dtype, None) for dtype in KV_FORMATS), (torch.float32, 2.0)):
         q, k, v = (
             _draw(tokens, heads, head_dim),
             _draw(tokens, kv_heads, head_dim),
             _draw(tokens + 1, kv_heads, head_dim),
         )
         kv_layer = torch.zeros(5, 2, kv_heads, block_size, head_dim, dtype=dtype)
-        angles = _draw(tokens, head_dim)
+        angles = _draw(tokens, head_dim if softcap is None else 20)
+        rope, is_interleaved = (angles.cos(), angles.sin()), softcap is not None
         plan = _one_prompt(tokens, block_size)
-        q = rotary_write_kv(library, q, k, v[1:], angles.cos(), angles.sin(), kv_layer, plan.kv_slot_mapping, 1)
-        outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1)]
+        q = rotary_write_kv(library, q, k, v[1:], *rope, kv_layer, plan.kv_slot_mapping, 1, is_interleaved)
+        outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1, softcap)]
     return tuple(outputs)
 
 
@@ -172,7 +210,8 @@ def _checksums(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 
 
 def _program(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """A layer of every operator but scale_input: adapters larger than their linear over one row, several and many."""
+    """A layer of every operator but scale_input and those of some families: adapters larger than their linear over one
+    row, several and many."""
     from loraplex.kernels.native.backend import NativeBackend  # which imports the library, and it this file
 
     hidden, heads, kv_heads, head_dim, block_size = 131, 2, 1, 16, 16
@@ -231,6 +270,9 @@ CASES: Mapping[str, Case] = {
     "linear float16": partial(_linear, torch.float16),
     "linear bfloat16": partial(_linear, torch.bfloat16),
     "linear int8": partial(_linear, torch.int8),
+    "linear int4, activations in 16 bits": partial(_group_linear, 4, 16),
+    "linear int4, activations in 8 bits": partial(_group_linear, 4, 8),
+    "linear int8 in groups": partial(_group_linear, 8, 16),
     "add_lora": _add_lora,
     "scale_input": _scale_input,
     "add_rows float32": partial(_add_rows, torch.float32),
@@ -239,8 +281,10 @@ CASES: Mapping[str, Case] = {
     "rotary_write_kv, paged_attention": _attention,
     "program": _program,
     "ranks": _ranks,
-    "rms_norm": _rms_norm,
+    "rms_norm, add_scaled": _rms_norm,
+    "layer_norm": _layer_norm,
     "silu_mul": _silu_mul,
+    "gelu": _gelu,
     "argmax, top_k, logprobs": _ranking,
     "token weights": _weights,
     "checksums": _checksums,

@@ -33,6 +33,7 @@ def _fold_keys(
     first_key,
     window,
     scale,
+    cap,
     block_stride,
     value_offset,
     top,
@@ -45,8 +46,12 @@ def _fold_keys(
     IS_WHOLE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
-    """Keys [start, end), start a multiple of KEYS. IS_WHOLE: all of each tile's keys are seen by every query."""
+    """Keys [start, end), start a multiple of KEYS. IS_WHOLE: all of each tile's keys are seen by every query.
+
+    Scores are in base 2: scale q K^T, or under a soft cap cap tanh(scale q K^T).
+    """
     dims = tl.arange(0, DIMS)
     for tile in range(start, end, KEYS):
         positions = tl.multiple_of(tile, KEYS) + tl.arange(0, KEYS)
@@ -68,6 +73,9 @@ def _fold_keys(
             keys = tl.load(ptrs, mask=is_held, other=0.0)
             values = tl.load(ptrs + value_offset, mask=is_held, other=0.0)
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * scale
+        if HAS_CAP:
+            decay = tl.exp2(-2 * 1.4426950408889634 * tl.abs(scores))
+            scores = cap * tl.where(scores < 0, decay - 1, 1 - decay) / (1 + decay)
         if not IS_WHOLE:
             is_seen = is_key[None, :]
             if IS_CAUSAL:
@@ -145,6 +153,7 @@ def decode_attention_kernel(
     softmax_ptr,
     arrivals_ptr,
     scale,
+    cap,
     window,
     num_splits,
     table_stride,
@@ -160,6 +169,7 @@ def decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     IS_LISTED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
@@ -206,6 +216,7 @@ def decode_attention_kernel(
             first_key,
             window,
             scale,
+            cap,
             block_stride,
             KV_HEADS * BLOCK_SIZE * HEAD_DIM,
             tl.full([ROWS], float("-inf"), tl.float32),
@@ -218,6 +229,7 @@ def decode_attention_kernel(
             IS_WHOLE=False,
             IS_CAUSAL=False,
             HAS_WINDOW=False,
+            HAS_CAP=HAS_CAP,
         )
         if not IS_SPLIT:  # noqa: SIM114 - one branch is chosen at compile time, the other at run time
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -260,6 +272,7 @@ def prefill_attention_kernel(
     partial_ptr,
     softmax_ptr,
     scale,
+    cap,
     window,
     keys_per_split,
     table_stride,
@@ -275,6 +288,7 @@ def prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     """Program (KV head, tile, part of the keys): QUERIES queries of the tile, times GROUP heads, are up to ROWS rows.
@@ -327,6 +341,7 @@ def prefill_attention_kernel(
             first_key,
             window,
             scale,
+            cap,
             block_stride,
             KV_HEADS * BLOCK_SIZE * HEAD_DIM,
             top,
@@ -339,6 +354,7 @@ def prefill_attention_kernel(
             IS_WHOLE=phase == 1,
             IS_CAUSAL=True,
             HAS_WINDOW=HAS_WINDOW,
+            HAS_CAP=HAS_CAP,
         )
     if IS_SPLIT:
         group = tile.to(tl.int64) * KV_HEADS + kv_head

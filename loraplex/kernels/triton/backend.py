@@ -16,6 +16,7 @@ from loraplex.errors import ConfigError, EngineError
 from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
@@ -104,9 +105,14 @@ class TritonBackend(GpuPacking, TorchBackend):
     # -------------------------------------------------------------------------------------------------------- attention
 
     def choose_attention(
-        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
+        self,
+        num_heads: int,
+        dtype: torch.dtype,
+        kv: torch.Tensor,
+        sliding_windows: Sequence[int | None],
+        softcap: float | None = None,
     ) -> None:
-        shapes = AttentionShapes(num_heads, dtype, kv, tuple(sliding_windows))
+        shapes = AttentionShapes(num_heads, dtype, kv, tuple(sliding_windows), softcap)
         self._is_flash = choose_attention(self._attention, self.launcher, shapes)
         if self._is_flash:
             self.description += ", FlashAttention 3 for prompts"
@@ -168,6 +174,10 @@ class TritonBackend(GpuPacking, TorchBackend):
             return super().prepare_linear(weight)
         return QuantizedWeight.of(weight, quantization)
 
+    def keep_linear(self, weight: QuantizedSpecification) -> QuantizedWeight | None:
+        kept = QuantizedWeight.keeping(weight)
+        return kept if kept is not None and kept.quantization in self.quantizations else None
+
     def linear_tensors(self, weight: torch.Tensor | QuantizedWeight) -> dict[str, torch.Tensor]:
         if isinstance(weight, QuantizedWeight):
             return {"q": weight.q, "scale": weight.scale}
@@ -200,13 +210,13 @@ class TritonBackend(GpuPacking, TorchBackend):
         return super().rms_norm(x, weight, eps)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         reason = glue.add_rms_norm_gap(x, residual, weight)
         if reason is None:
-            return glue.add_rms_norm(self.launcher, x, residual, weight, eps)
+            return glue.add_rms_norm(self.launcher, x, residual, weight, eps, scale)
         self._fall_back("add_rms_norm", reason)
-        return super().add_rms_norm(x, residual, weight, eps)
+        return super().add_rms_norm(x, residual, weight, eps, scale)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         reason = glue.silu_mul_gap(gate_up)
@@ -224,24 +234,32 @@ class TritonBackend(GpuPacking, TorchBackend):
         sin: torch.Tensor,
         kv_layer: torch.Tensor,
         kv_slot_mapping: torch.Tensor,
+        is_interleaved: bool = False,
     ) -> torch.Tensor:
         reason = glue.rotary_write_kv_gap(q, k, v, cos, sin, kv_layer)
         if reason is None:
-            return glue.rotary_write_kv(self.launcher, q, k, v, cos, sin, kv_layer, kv_slot_mapping)
+            return glue.rotary_write_kv(self.launcher, q, k, v, cos, sin, kv_layer, kv_slot_mapping, is_interleaved)
         self._fall_back("rotary_write_kv", reason)
-        return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping)
+        return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping, is_interleaved)
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         reason = attention.paged_attention_gap(q, kv_layer)
         if reason is None:
-            is_flash = self._is_flash and self._flash_gap(q, kv_layer, sliding_window) is None
             return attention.paged_attention(
-                self.launcher, q, kv_layer, plan, scale, sliding_window, self.attention_workspace, is_flash=is_flash
+                *(self.launcher, q, kv_layer, plan, scale, sliding_window, self.attention_workspace),
+                is_flash=self._is_flash and softcap is None and self._flash_gap(q, kv_layer, sliding_window) is None,
+                softcap=softcap,
             )
         self._fall_back("paged_attention", reason)
-        return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
+        return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
 
     def _flash_gap(self, q: torch.Tensor, kv_layer: torch.Tensor, sliding_window: int | None) -> str | None:
         return flash_attention_gap(self.launcher.target.capability, q, kv_layer, sliding_window)

@@ -32,13 +32,17 @@ def rms_norm_kernel(
     x_head_stride,
     residual_stride,
     eps,
+    scale,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
-    """ROWS rows of `size` numbers. With a residual: it becomes x + residual, and that is normed."""
+    """ROWS rows of `size` numbers. With a residual: it becomes scale * x + residual, and that is normed. IS_WIDE: the
+    weight is wider than x, and what is normed is not rounded before the product."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     is_inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
@@ -49,19 +53,23 @@ def rms_norm_kernel(
     if HAS_RESIDUAL:
         residual_ptrs = residual_ptr + (wide_rows * residual_stride)[:, None] + columns[None, :]
         residual = tl.load(residual_ptrs, mask=is_inside, other=0.0)
+        if HAS_SCALE:
+            x = (x.to(tl.float32) * scale).to(dtype)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(residual_ptrs, x, mask=is_inside)
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    normed = (wide * inverse[:, None]).to(dtype).to(tl.float32)
+    normed = wide * inverse[:, None]
+    if not IS_WIDE:
+        normed = normed.to(dtype).to(tl.float32)
     out_ptrs = out_ptr + (wide_rows * SIZE)[:, None] + columns[None, :]
     tl.store(out_ptrs, (normed * weight[None, :]).to(dtype), mask=is_inside)
 
 
 def rms_norm_gap(x: torch.Tensor, weight: torch.Tensor) -> str | None:
     """Why the kernel does not cover the case; None: it does. So the other `_gap` functions."""
-    if x.dtype not in FLOAT_DTYPES or weight.dtype != x.dtype:
+    if x.dtype not in FLOAT_DTYPES or weight.dtype not in (x.dtype, torch.float32):
         return f"x is {x.dtype} and the weight {weight.dtype}"
     if x.dim() not in (2, 3) or x.stride(-1) != 1 or not weight.is_contiguous():
         return f"x has {x.dim()} dimensions, or x or the weight is not dense"
@@ -86,11 +94,11 @@ def add_rms_norm_gap(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
 
 
 def add_rms_norm(
-    launcher: Launcher, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    launcher: Launcher, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x and residual [T, n]. The sum replaces the residual, and the norm replaces x where x is dense."""
     out = x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm(launcher, x, residual, weight, out, eps, heads=1, head_stride=0, has_residual=True)
+    _norm(launcher, x, residual, weight, out, eps, heads=1, head_stride=0, has_residual=True, scale=scale)
     return out, residual
 
 
@@ -104,6 +112,7 @@ def _norm(
     heads: int,
     head_stride: int,
     has_residual: bool,
+    scale: float = 1.0,
 ) -> None:
     size = x.shape[-1]
     num_rows = x.shape[0] * heads
@@ -121,6 +130,7 @@ def _norm(
         head_stride,
         residual.stride(0),
         eps,
+        scale,
         num_warps=_num_warps(rows * columns),
         num_stages=1,
         HEADS=heads,
@@ -128,6 +138,8 @@ def _norm(
         COLUMNS=columns,
         ROWS=rows,
         HAS_RESIDUAL=has_residual,
+        HAS_SCALE=scale != 1.0,
+        IS_WIDE=weight.dtype != x.dtype,
     )
 
 
@@ -190,10 +202,10 @@ def silu_mul(launcher: Launcher, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _rotated(ptrs, cos_ptrs, sin_ptrs, is_inside, HALF: tl.constexpr):
-    """Both halves of rows, turned: (a cos - b sin, b cos + a sin), float32."""
+def _rotated(ptrs, cos_ptrs, sin_ptrs, is_inside, HALF: tl.constexpr, APART: tl.constexpr):
+    """Pairs of dimensions, APART from each other, turned: (a cos - b sin, b cos + a sin), float32."""
     a = tl.load(ptrs, mask=is_inside, other=0.0).to(tl.float32)
-    b = tl.load(ptrs + HALF, mask=is_inside, other=0.0).to(tl.float32)
+    b = tl.load(ptrs + APART, mask=is_inside, other=0.0).to(tl.float32)
     cos_a = tl.load(cos_ptrs, mask=is_inside, other=0.0).to(tl.float32)
     cos_b = tl.load(cos_ptrs + HALF, mask=is_inside, other=0.0).to(tl.float32)
     sin_a = tl.load(sin_ptrs, mask=is_inside, other=0.0).to(tl.float32)
@@ -222,12 +234,19 @@ def rotary_write_kv_kernel(
     kv_block_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """ROWS pairs of token and head. The first programs turn queries in place, the others cache keys and values."""
+    """ROWS pairs of token and head. The first programs turn queries in place, the others cache keys and values.
+
+    HALF pairs of a head's first dimensions are turned: halves of these, or, interleaved, neighbours.
+    """
+    APART: tl.constexpr = 1 if IS_INTERLEAVED else HALF
+    STEP: tl.constexpr = 2 if IS_INTERLEAVED else 1
     program = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     if program < num_query_programs:
@@ -235,10 +254,10 @@ def rotary_write_kv_kernel(
         token, head = (rows // HEADS).to(tl.int64), rows % HEADS
         is_inside = (token < num_tokens)[:, None] & (columns < HALF)[None, :]
         angles = (token * angle_stride)[:, None] + columns[None, :]
-        ptrs = q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + columns[None, :]
-        a, b = _rotated(ptrs, cos_ptr + angles, sin_ptr + angles, is_inside, HALF)
+        ptrs = q_ptr + (token * q_token_stride + head * q_head_stride)[:, None] + STEP * columns[None, :]
+        a, b = _rotated(ptrs, cos_ptr + angles, sin_ptr + angles, is_inside, HALF, APART)
         tl.store(ptrs, a.to(q_ptr.dtype.element_ty), mask=is_inside)
-        tl.store(ptrs + HALF, b.to(q_ptr.dtype.element_ty), mask=is_inside)
+        tl.store(ptrs + APART, b.to(q_ptr.dtype.element_ty), mask=is_inside)
     else:
         rows = (program - num_query_programs) * ROWS + tl.arange(0, ROWS)
         token, head = (rows // KV_HEADS).to(tl.int64), rows % KV_HEADS
@@ -247,20 +266,27 @@ def rotary_write_kv_kernel(
         angles = (token * angle_stride)[:, None] + columns[None, :]
         k_ptrs = k_ptr + (token * k_token_stride + head * k_head_stride)[:, None] + columns[None, :]
         v_ptrs = v_ptr + (token * v_token_stride + head * v_head_stride)[:, None] + columns[None, :]
-        place = slot // BLOCK_SIZE * kv_block_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * (2 * HALF)
+        place = slot // BLOCK_SIZE * kv_block_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
         key_ptrs = kv_ptr + place[:, None] + columns[None, :]
-        value_ptrs = key_ptrs + KV_HEADS * BLOCK_SIZE * 2 * HALF
+        value_ptrs = key_ptrs + KV_HEADS * BLOCK_SIZE * HEAD_DIM
         dtype = (
             k_ptr.dtype.element_ty
         )  # keys are rounded to the dtype of activations first, as if they had come back from a kernel
         cache_dtype = kv_ptr.dtype.element_ty
-        a, b = _rotated(k_ptrs, cos_ptr + angles, sin_ptr + angles, is_inside, HALF)
-        tl.store(key_ptrs, a.to(dtype).to(cache_dtype), mask=is_inside)
-        tl.store(key_ptrs + HALF, b.to(dtype).to(cache_dtype), mask=is_inside)
-        values = tl.load(v_ptrs, mask=is_inside, other=0.0)
-        tl.store(value_ptrs, values.to(cache_dtype), mask=is_inside)
-        values = tl.load(v_ptrs + HALF, mask=is_inside, other=0.0)
-        tl.store(value_ptrs + HALF, values.to(cache_dtype), mask=is_inside)
+        if HALF > 0:
+            turned = (STEP - 1) * columns[None, :]
+            pairs = k_ptrs + turned
+            a, b = _rotated(pairs, cos_ptr + angles, sin_ptr + angles, is_inside, HALF, APART)
+            tl.store(key_ptrs + turned, a.to(dtype).to(cache_dtype), mask=is_inside)
+            tl.store(key_ptrs + turned + APART, b.to(dtype).to(cache_dtype), mask=is_inside)
+        for first in tl.static_range(2 * HALF, HEAD_DIM, COLUMNS):
+            is_kept = (slot >= 0)[:, None] & (first + columns < HEAD_DIM)[None, :]
+            keys = tl.load(k_ptrs + first, mask=is_kept, other=0.0)
+            tl.store(key_ptrs + first, keys.to(cache_dtype), mask=is_kept)
+        for first in tl.static_range(0, HEAD_DIM, COLUMNS):
+            is_held = (slot >= 0)[:, None] & (first + columns < HEAD_DIM)[None, :]
+            values = tl.load(v_ptrs + first, mask=is_held, other=0.0)
+            tl.store(value_ptrs + first, values.to(cache_dtype), mask=is_held)
 
 
 def rotary_write_kv_gap(
@@ -285,13 +311,14 @@ def rotary_write_kv(
     sin: torch.Tensor,
     kv_layer: torch.Tensor,
     kv_slot_mapping: torch.Tensor,
+    is_interleaved: bool = False,
 ) -> torch.Tensor:
     """q [T, H, D], k and v [T, KH, D] of any strides but the last. q is turned in place, k stays. Slot -1: no write."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
     columns = triton.next_power_of_2(head_dim // 2)
     rows = _rows(TILE // 4 // columns, num_tokens * num_heads, launcher)
-    num_query_programs = triton.cdiv(num_tokens * num_heads, rows)
+    num_query_programs = triton.cdiv(num_tokens * num_heads, rows) if cos.shape[1] else 0
     launcher.launch(
         rotary_write_kv_kernel,
         (num_query_programs + triton.cdiv(num_tokens * num_kv_heads, rows),),
@@ -316,7 +343,9 @@ def rotary_write_kv(
         num_stages=1,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
-        HALF=head_dim // 2,
+        HEAD_DIM=head_dim,
+        HALF=cos.shape[1] // 2,
+        IS_INTERLEAVED=is_interleaved,
         COLUMNS=columns,
         ROWS=rows,
         BLOCK_SIZE=block_size,

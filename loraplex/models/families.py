@@ -1,0 +1,301 @@
+"""The families of models as data, by `model_type` of config.json: what tells one from another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of a decoder layer's norms, "" where there is none: before and after the attention and the MLP.
+
+    Norms after a block are of its output, before that is added to the residual.
+    """
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A flag that is a string is the key of config.json that has its value.
+
+    defaults: for keys that config.json leaves out. renamed: our name of a key -> the family's. honoured: keys that
+    change the mathematics here, and are refused where a family does not have them (`config.NEUTRAL_VALUES`).
+
+    norm: "rms" or "layer" (of x - mean(x), with a bias where `norm_bias` says so); norm_offset: what a norm's weight is
+    stored less. qk_norm: "" (none), "head" (over each head) or "width" (over all heads at once).
+
+    layer_rule: which layers have the sliding window. "none"; "all"; "upper" (Qwen: `use_sliding_window`, the layers
+    from `max_window_layers` on); "pattern" (all but each `sliding_window_pattern`-th); "no_rope" (SmolLM3:
+    `use_sliding_window`, the layers without positions). From "upper" on, `layer_types` of the file is honoured.
+
+    rope_rule: which layers have rotary positions. "all"; "types" (Gemma 3: layers with a window and those without have
+    a base each); "sliding" (those with a window); "no_rope" (those that `no_rope_layers` has a 1 for). rope_names:
+    the family's names of rope types -> those of here.
+
+    text_of: the model_type of a model that is this family beside other parts, whose `text_config` is this family's
+    config.json; text_prefixes: what its text weights' names begin with, and with what they begin here;
+    other_weights: what the others' begin with.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    honoured: tuple[str, ...] = ()
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    norms: LayerNorms = LayerNorms()
+    norm: str = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    qk_norm: str = ""
+    is_qkv_fused: bool = False
+    is_gate_up_fused: bool = False
+    mlp_modules: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down; "" for the gate: the MLP has none."""
+    is_parallel: bool = False
+    """Attention and MLP read the same norm of the residual."""
+    scales_embedding: bool = False
+    """By sqrt(hidden_size), rounded to the dtype of the weights."""
+    layer_rule: str = "none"
+    rope_rule: str = "all"
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    is_rope_interleaved: bool = False
+    text_of: str = ""
+    text_prefixes: Mapping[str, str] = field(default_factory=dict)
+    other_weights: tuple[str, ...] = ()
+
+    @property
+    def is_gated(self) -> bool:
+        return bool(self.mlp_modules[0])
+
+    @property
+    def traits(self) -> tuple[str, str, str, str]:
+        """What it has of its own, in words: norms, attention, positions, the rest (docs/models.md)."""
+        norms = self.norms
+        said = (
+            {
+                "layer": self.norm == "layer",
+                "less one": self.norm_offset == 1,
+                "around blocks": bool(norms.before_attention and norms.after_attention),
+                "after blocks": not norms.before_attention,
+                "one a layer": self.is_parallel,
+                "q and k": self.qk_norm == "head",
+                "all q, all k": self.qk_norm == "width",
+            },
+            {
+                "window": self.layer_rule in ("all", "upper"),
+                "windows": self.layer_rule in ("pattern", "no_rope"),
+                "soft cap": "attn_logit_softcapping" in self.honoured,
+                "scale": not {"query_pre_attn_scalar", "attention_multiplier"}.isdisjoint(self.honoured),
+            },
+            {
+                "two bases": self.rope_rule == "types",
+                "not in all layers": self.rope_rule in ("sliding", "no_rope"),
+                "neighbours": self.is_rope_interleaved,
+                "partial": "partial_rotary_factor" in self.honoured,
+                "longrope": "longrope" in self.rope_names.values(),
+            },
+            {
+                "blocks side by side": self.is_parallel,
+                "no gate": not self.is_gated,
+                "scaled embedding": self.scales_embedding or "embedding_multiplier" in self.honoured,
+                "scaled residual": "residual_multiplier" in self.honoured,
+                "scaled logits": not {"logit_scale", "logits_scaling"}.isdisjoint(self.honoured),
+            },
+        )
+        norm, attention, positions, rest = (
+            ", ".join(trait for trait, has_it in column.items() if has_it) for column in said
+        )
+        return norm, attention, positions, rest
+
+    @property
+    def linear_modules(self) -> tuple[str, ...]:
+        """Names of a layer's linears, as adapters have them."""
+        attention = ("qkv_proj",) if self.is_qkv_fused else ("q_proj", "k_proj", "v_proj")
+        gate, up, down = self.mlp_modules
+        first = ("gate_up_proj",) if self.is_gate_up_fused else (gate, up)
+        return tuple(name for name in (*attention, "o_proj", *first, down) if name)
+
+
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+_GEMMA_DEFAULTS = {
+    **{"num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
+    **{"query_pre_attn_scalar": 256, "tie_word_embeddings": True},
+}
+_GEMMA_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+_GEMMA_KEYS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        defaults={"max_position_embeddings": 2048},
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        layer_rule="all",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, layer_rule="upper", defaults=_QWEN_DEFAULTS),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        layer_rule="upper",
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=_GEMMA_NORMS,
+        norm_offset=1.0,
+        scales_embedding=True,
+        layer_rule="pattern",
+        renamed={"hidden_act": "hidden_activation"},
+        honoured=_GEMMA_KEYS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            **{"max_position_embeddings": 8192, "sliding_window_pattern": 2},
+            **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        },
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=_GEMMA_NORMS,
+        norm_offset=1.0,
+        qk_norm="head",
+        scales_embedding=True,
+        layer_rule="pattern",
+        rope_rule="types",
+        renamed={"hidden_act": "hidden_activation"},
+        honoured=_GEMMA_KEYS,
+        defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+        text_of="gemma3",
+        text_prefixes={"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""},
+        other_weights=(
+            "vision_tower.",
+            "multi_modal_projector.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        is_qkv_fused=True,
+        is_gate_up_fused=True,
+        layer_rule="all",
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        honoured=("partial_rotary_factor",),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+            "sliding_window": None,
+        },
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=LayerNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        qk_norm="width",
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        honoured=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        defaults={
+            **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
+            **{"logits_scaling": 1.0, "max_position_embeddings": 2048},
+        },
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        layer_rule="no_rope",
+        rope_rule="no_rope",
+        defaults={
+            **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2000000.0},
+            **{"use_sliding_window": False, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+        },
+    ),
+    "glm4": Family(
+        architecture="Glm4ForCausalLM",
+        qkv_bias="attention_bias",
+        is_gate_up_fused=True,
+        norms=LayerNorms(
+            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
+        is_rope_interleaved=True,
+        honoured=("partial_rotary_factor",),
+        defaults={
+            **{"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+            **{"max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
+        },
+    ),
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=LayerNorms(before_mlp=""),
+        norm="layer",
+        is_parallel=True,
+        layer_rule="pattern",
+        rope_rule="sliding",
+        is_rope_interleaved=True,
+        renamed={"rms_norm_eps": "layer_norm_eps"},
+        honoured=("logit_scale",),
+        defaults={
+            **{"layer_norm_eps": 1e-5, "max_position_embeddings": 8192, "logit_scale": 0.0625},
+            **{"sliding_window": 4096, "sliding_window_pattern": 4, "tie_word_embeddings": True},
+        },
+    ),
+    "starcoder2": Family(
+        architecture="Starcoder2ForCausalLM",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        norm="layer",
+        norm_bias=True,
+        mlp_modules=("", "c_fc", "c_proj"),
+        layer_rule="all",
+        renamed={"rms_norm_eps": "norm_epsilon"},
+        defaults={
+            **{"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096},
+            **{"norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True, "sliding_window": None},
+        },
+    ),
+}
+"""By `model_type`."""
+
+NOT_SERVED: Mapping[str, str] = {
+    "llama4": "its layers have experts, attention in chunks, and a norm of q and k without weights behind the rotation",
+    "gemma": "its activation depends on the version that wrote it; Gemma 2 and 3 are served",
+    "cohere": "its norms of q and k have a weight for each head; Cohere 2 is served",
+}
+"""What is missing for a family that is close to one of these, by `model_type` (with `_text`, too)."""
