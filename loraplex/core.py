@@ -359,13 +359,27 @@ class LoraSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """Of which expert of a layer, of how many, a target is.
+
+    parameter: what holds this linear of all of them in transformers, as peft's target_parameters names it, e.g.
+    `model.layers.0.mlp.experts.gate_up_proj`; its rows are those of the target's slices, one slice behind the other.
+    """
+
+    index: int
+    count: int
+    parameter: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoraTarget:
     """What a linear publishes so that adapters can act on it: `y[:, slice] += weight * (scale * (x A^T) B^T + bias)`.
 
     name: dotted name of the (fused) linear, e.g. `model.layers.0.self_attn.qkv_proj`; layer: index of the decoder
     layer; in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are
     sliced. is_tied: of a head, whether its weight is the embedding's. is_fully_sharded: A and B are cut finer than the
-    linear (loraplex/distributed.py).
+    linear (loraplex/distributed.py). is_lora_only: no other kind of adapter acts on it, nor an own weight: its input is
+    read by others, or it is one of many experts.
     """
 
     name: str
@@ -377,6 +391,8 @@ class LoraTarget:
     shard: Shard = Shard()
     is_tied: bool = False
     is_fully_sharded: bool = field(default=False, repr=False)
+    is_lora_only: bool = field(default=False, repr=False)
+    expert: ExpertPart | None = field(default=None, repr=False)
 
     @property
     def is_linear(self) -> bool:
