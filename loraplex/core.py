@@ -360,15 +360,10 @@ class LoraSlice:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Of which expert of a layer, of how many, a target is.
-
-    parameter: what holds this linear of all of them in transformers, as peft's target_parameters names it, e.g.
-    `model.layers.0.mlp.experts.gate_up_proj`; its rows are those of the target's slices, one slice behind the other.
-    """
+    """Of which expert of a layer, of how many, a target is."""
 
     index: int
     count: int
-    parameter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +374,9 @@ class LoraTarget:
     layer; in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are
     sliced. is_tied: of a head, whether its weight is the embedding's. is_fully_sharded: A and B are cut finer than the
     linear (loraplex/distributed.py). is_lora_only: no other kind of adapter acts on it, nor an own weight: its input is
-    read by others, or it is one of many experts.
+    read by others, or it is one of many experts. parameter: what holds its weight in transformers, as peft's
+    target_parameters names it, where that is no `<module>.weight`; of an expert all experts'
+    (`model.layers.0.mlp.experts.gate_up_proj`), whose rows are those of the slices, one behind the other.
     """
 
     name: str
@@ -393,6 +390,7 @@ class LoraTarget:
     is_fully_sharded: bool = field(default=False, repr=False)
     is_lora_only: bool = field(default=False, repr=False)
     expert: ExpertPart | None = field(default=None, repr=False)
+    parameter: str = field(default="", repr=False)
 
     @property
     def is_linear(self) -> bool:

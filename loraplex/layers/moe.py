@@ -76,23 +76,25 @@ class SparseMLP:
     ) -> None:
         block = f"{name}.{names.block}"
         self.sizes, self.ops, self.ranks = sizes, setup.ops, setup.ranks
-        self.gate = linears.add(ReplicatedLinear(f"{block}.gate", layer, hidden_size, sizes.num_experts, False, setup))
+        gate = ReplicatedLinear(f"{block}.gate", layer, hidden_size, sizes.num_experts, False, setup)
+        gate.target = replace(gate.target, parameter=f"{name}.{names.parameters}.gate.weight")
+        self.gate = linears.add(gate)
         stacked = f"{name}.{names.parameters}.experts"
         self.gate_up: list[Linear] = []
         self.down: list[Linear] = []
         for index in range(sizes.num_experts):
-            gate, up, down = (f"{block}.experts.{index}.{each}" for each in names.modules)
+            of_gate, of_up, of_down = (f"{block}.experts.{index}.{each}" for each in names.modules)
             first = MergedColumnParallelLinear(
                 f"{block}.experts.{index}.gate_up_proj",
-                *(layer, hidden_size, [(gate, sizes.inner_size), (up, sizes.inner_size)], False, setup),
+                *(layer, hidden_size, [(of_gate, sizes.inner_size), (of_up, sizes.inner_size)], False, setup),
             )
-            last = RowParallelLinear(down, layer, sizes.inner_size, hidden_size, False, setup)
+            last = RowParallelLinear(of_down, layer, sizes.inner_size, hidden_size, False, setup)
             for linear, parameter, into in (
                 (first, f"{stacked}.gate_up_proj", self.gate_up),
                 (last, f"{stacked}.down_proj", self.down),
             ):
-                part = ExpertPart(index, sizes.num_experts, parameter)
-                linear.target = replace(linear.target, is_lora_only=True, expert=part)
+                part = ExpertPart(index, sizes.num_experts)
+                linear.target = replace(linear.target, is_lora_only=True, expert=part, parameter=parameter)
                 into.append(linears.add(linear))
         self.shared = shared
         self.shared_gate: Linear | None = None
