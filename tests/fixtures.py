@@ -41,6 +41,7 @@ FAMILIES = ("mistral", "qwen2", "llama", "qwen3")
 REFERENCE_FAMILIES = FAMILIES[:2]
 """The reference is slow: a family with a window and one with biases show its branches. They are the first: pytest then
 makes a module's fixture of FAMILIES once for all of its tests."""
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 NUM_TOKENS = 64

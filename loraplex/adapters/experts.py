@@ -94,6 +94,12 @@ class ExpertBase:
         stacks = {name: ExpertStack(name, *sizes[name], tuple(modules)) for name, modules in found.items()}
         return cls(stacks, parameters, {name.removesuffix(".weight"): module for module, name in parameters.items()})
 
+    @property
+    def blocks(self) -> frozenset[str]:
+        """The modules under whose names files have tensors of stacks, and where both are wrapped."""
+        found = {name.rpartition(".")[0] for name in self.stacks}
+        return frozenset(found | {block + WRAPPED for block in found})
+
     def parameter_of(self, module: str) -> str:
         return self.parameters.get(module, f"{module}.weight")
 

@@ -300,7 +300,7 @@ class TensorCheck:
         modules = self._modules_in_file
         if self.helper.kind in (Kind.LN_TUNING, Kind.TRAINABLE_TOKENS):
             return False
-        ours = self.base.keys() | self.experts.stacks.keys()
+        ours = self.base.keys() | self.experts.stacks.keys() | self.experts.blocks
         known = {_layer_like(module, 0) for module in ours} | set(UNSUPPORTED_BASE_MODULES)
         if not modules or any(_layer_like(module, 0) in known for module in modules):
             return False
@@ -454,6 +454,8 @@ class TensorCheck:
         layer, layers = _layer_of(name.module), self._layers_in_base
         if name.module in self.base:
             self._unused(entry, f"adapter_config.json does not name {name.module!r}")
+        elif name.module in self.experts.blocks:
+            self._unused(entry, "it is of a parameter of experts that target_parameters does not name")
         elif layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
             text = f"tensor {entry.name!r} is of layer {layer}, the base has {layers}"
             self._differs(LAYERS, self._layers_in_file, layers, text)
