@@ -19,7 +19,7 @@ from loraplex.config import MAX_CONTEXT, MAX_CONTEXT_FACTOR
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
 MAX_PATTERN_KEYS = 2**13
-"""Of rank_pattern and alpha_pattern each: nine for every linear of a model of 126 layers."""
+"""Of rank_pattern, alpha_pattern and target_parameters each: nine for every linear of a model of 126 layers."""
 
 MAX_FIELDS = 512
 
@@ -37,9 +37,6 @@ MAX_TOKEN_ID = 2**31
 
 MAX_INVOCATION_TOKENS = 1024
 """Of aLoRA: far beyond the header of a message."""
-
-MAX_PARAMETERS = 2**13
-"""Of target_parameters: three for each layer of a model of thousands."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 _MASK_KEY = re.compile(r"(?P<module>.+)\.lora_E(?:\.default)?")
@@ -332,9 +329,9 @@ class ConfigReader:
         value = self.fields.get("target_parameters")
         if not is_set(value):
             return ()
-        listed: list[Any] = value if isinstance(value, list) else []
-        if not 0 < len(listed) <= MAX_PARAMETERS or not all(isinstance(each, str) and each for each in listed):
-            self._refuse_value("target_parameters", f"a list of at most {MAX_PARAMETERS} names of parameters")
+        listed: list[Any] = value if isinstance(value, list) else [None]
+        if len(listed) > MAX_PATTERN_KEYS or not all(isinstance(each, str) and each for each in listed):
+            self._refuse_value("target_parameters", f"a list of at most {MAX_PATTERN_KEYS} names of parameters")
             return ()
         for name in _NOT_OF_PARAMETERS:
             if is_set(self.fields.get(name)):
@@ -343,13 +340,12 @@ class ConfigReader:
         return tuple(sorted(set(listed)))
 
     def target_modules(self) -> tuple[str, ...] | str:
-        if not is_set(self.fields.get("target_modules")) and is_set(self.fields.get("target_parameters")):
-            return ()
-        if self.fields.get("target_modules") is None:
+        has_parameters = is_set(self.fields.get("target_parameters"))
+        if self.fields.get("target_modules") is None and not has_parameters:
             self._refuse("target_modules", "target_modules is missing; list the modules that the adapter changes")
             return ()
         found = self.names_or_regex("target_modules")
-        if not found and "target_modules" not in self._refused:
+        if not (found or has_parameters or "target_modules" in self._refused):
             self._refuse("target_modules", "target_modules is empty: the adapter changes nothing")
         return found
 
