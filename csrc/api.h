@@ -7,7 +7,15 @@
 
 namespace loraplex {
 
-enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3 };
+enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3, kInt4 = 4, kInt8Groups = 5 };
+
+// What a weight of kInt4 or kInt8Groups has in the place of a scale per column; both [panels][groups][16].
+struct GroupScales {
+  const void* scale;    // of `format`: kF32 or kF16
+  const int8_t* zero;   // null: 8 for kInt4, 0 for kInt8Groups
+  int64_t size, count;  // k of a group: 32, 64 or 128; groups of a column
+  int32_t format;
+};
 
 // What paged attention needs of a step, the same for all layers (AttentionStep in attention.py). Strides are elements.
 struct AttentionStep {

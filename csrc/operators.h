@@ -3,11 +3,11 @@
 #include "api.h"
 
 LORAPLEX_API void loraplex_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in,
-                                  const void* weight, const float* weight_scale, int64_t out, const float* bias,
+                                  const void* weight, const void* weight_scale, int64_t out, const float* bias,
                                   float* y, int32_t threads);
 // The same and, in the same parallel region, the delta of adapters; `lora_seconds` (or null) gets the delta's time.
 LORAPLEX_API void loraplex_lora_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in,
-                                       const void* weight, const float* weight_scale, int64_t out, const float* bias,
+                                       const void* weight, const void* weight_scale, int64_t out, const float* bias,
                                        float* y, const loraplex::LoraTable* table,
                                        const loraplex::LoraSegments* segments, double* lora_seconds, int32_t threads);
 LORAPLEX_API void loraplex_add_lora(const loraplex::LoraTable* table, const loraplex::LoraSegments* segments,

@@ -6,6 +6,10 @@
 //   BF16       the columns in the order 0, 8, 1, 9, ... (load_bf16_pairs)
 //   Int8       W8A16: int8 weights, one scale per output column, [ceil(out / 16)][ceil(in / 2)][16][2]: a step is
 //              16 columns of two k; activations int16 with one scale per row (quantize.h)
+//   Int4Groups W4A16 in groups of 32, 64 or 128 k (group_tile.h): [ceil(out / 16)][ceil(in / 8)][16] words of 32 bits.
+//              Bits 4 i of a word are number 2 i of eight k, and bits 16 + 4 i number 2 i + 1: a shift and a mask give
+//              a pair
+//   Int8Groups W8A16 in groups: [ceil(out / 16)][ceil(in / 4)][16][4], the four k in the order 0, 2, 1, 3
 #pragma once
 #include "vec.h"
 
@@ -19,7 +23,9 @@ constexpr long panels_of(long columns) { return (columns + kPanel - 1) / kPanel;
 struct FloatChain {
   using Input = float;
   using Sum = Vec16;
+  static constexpr bool kIsGrouped = false;
   static constexpr long kPerStep = 1;         // k in a step
+  static constexpr long kStepWeights = kPanel;
   static constexpr long kMaxChunk = 1024;     // steps between two stores of the partial result: 64 KB of fp32 panel
   static constexpr bool kChunkIsExact = false;
   static Vec16 input(const float* x) { return broadcast(x); }
@@ -45,7 +51,9 @@ struct Int8 {
   using Input = int16_t;
   using Weight = int8_t;
   using Sum = Int16Sums;
+  static constexpr bool kIsGrouped = false;
   static constexpr long kPerStep = 2;
+  static constexpr long kStepWeights = 2 * kPanel;
   static constexpr long kMaxChunk = 256;      // 512 * 32767 * 127 < 2^31
   static constexpr bool kChunkIsExact = true;
   static Int16Sums weights(const int8_t* step) { return load_int8_pairs(step); }
@@ -55,6 +63,34 @@ struct Int8 {
   static void end(float* y, long columns, bool resume, const Int16Sums& sum) {
     const Vec16 chunk = to_float(sum);
     store_first(y, resume ? add(load_first(y, columns), chunk) : chunk, columns);
+  }
+};
+
+// A step is a cache line, which kParts pairs of k come out of.
+struct Grouped {
+  using Input = int16_t;
+  using Sum = Int16Sums;
+  static constexpr bool kIsGrouped = true;
+  static constexpr bool kChunkIsExact = true;
+  static constexpr long kStepWeights = kPanel;
+  static constexpr long kChunkDepth = 1024;   // k: of whole groups
+};
+struct Int4Groups : Grouped {
+  using Weight = uint32_t;
+  static constexpr int32_t kZero = 8;         // where there are no zero points
+  static constexpr long kPerStep = 8, kParts = 4, kMaxChunk = kChunkDepth / kPerStep;
+  template <int PART>
+  static Int16Sums weights(const uint32_t* step) {
+    return load_nibble_pairs<PART>(step);
+  }
+};
+struct Int8Groups : Grouped {
+  using Weight = uint32_t;
+  static constexpr int32_t kZero = 0;
+  static constexpr long kPerStep = 4, kParts = 2, kMaxChunk = kChunkDepth / kPerStep;
+  template <int PART>
+  static Int16Sums weights(const uint32_t* step) {
+    return load_byte_pairs<PART>(step);
   }
 };
 

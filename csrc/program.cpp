@@ -15,12 +15,12 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
     case kLinear:  // x, panels, their scale, bias, y, table (or null); stride of x, in, out, format
       if (at[5] != nullptr) {
         double lora_seconds = 0;
-        loraplex_lora_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4),
+        loraplex_lora_linear(size[3], in(0), size[0], step.rows, size[1], at[1], at[2], size[2], in(3), out(4),
                              (const LoraTable*)at[5], step.segments, &lora_seconds, threads);
         if (seconds != nullptr) seconds[kAddLora] += lora_seconds, seconds[kLinear] -= lora_seconds;
         return;
       }
-      return loraplex_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4),
+      return loraplex_linear(size[3], in(0), size[0], step.rows, size[1], at[1], at[2], size[2], in(3), out(4),
                              threads);
     case kAddLora:  // table, x, y; strides of x and y
       return loraplex_add_lora((const LoraTable*)at[0], step.segments, in(1), size[0], out(2), size[1], threads);

@@ -52,7 +52,6 @@ template <class Math, int ROWS, int PANELS, Prefetch kPrefetch>
 __attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride, const typename Math::Weight* w,
                                     long panel_size, long steps, float* y, long y_stride, long columns, bool resume,
                                     Ahead ahead, const char* aside) {
-  constexpr long kStep = kPanel * Math::kPerStep;
   typename Math::Sum sum[ROWS][PANELS];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++)
@@ -93,7 +92,7 @@ __attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride
       }
     }
     x += Math::kPerStep;
-    w += kStep;
+    w += Math::kStepWeights;
   }
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++)

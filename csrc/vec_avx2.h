@@ -162,6 +162,36 @@ inline Int16Sums load_int8_pairs(const int8_t* p) {  // 32 int8, widened to 16 p
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
           _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
 }
+// Of 16 words: bits 4 PART and 16 + 4 PART as pairs of 0..15.
+template <int PART>
+inline Int16Sums load_nibble_pairs(const uint32_t* p) {
+  auto half = [&](const uint32_t* at) {
+    const __m256i moved = _mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)at), 4 * PART);
+    return PART == 3 ? moved : _mm256_and_si256(moved, _mm256_set1_epi32(0x000F000F));
+  };
+  return {half(p), half(p + 8)};
+}
+// Of 16 words of four int8: those in bytes PART and 2 + PART as pairs.
+template <int PART>
+inline Int16Sums load_byte_pairs(const uint32_t* p) {
+  auto half = [&](const uint32_t* at) {
+    const __m256i words = _mm256_loadu_si256((const __m256i*)at);
+    return _mm256_srai_epi16(PART == 0 ? _mm256_slli_epi16(words, 8) : words, 8);
+  };
+  return {half(p), half(p + 8)};
+}
+// Sums themselves: one for all lanes, 16 of int8, and their products.
+inline Int16Sums broadcast_sum(const int32_t* p) {
+  const __m256i all = _mm256_set1_epi32(*p);
+  return {all, all};
+}
+inline Int16Sums load_int8(const int8_t* p) {
+  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+          _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline Int16Sums multiply(Int16Sums a, Int16Sums b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
 inline void multiply_add(Int16Sums& acc, Int16Sums a, Int16Sums b) {
   // asm for the addition: with the intrinsic GCC 12 keeps the sums on the stack, 1.5 times slower.
   __m256i lo = _mm256_madd_epi16(a.lo, b.lo), hi = _mm256_madd_epi16(a.hi, b.hi);

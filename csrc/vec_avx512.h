@@ -121,6 +121,22 @@ inline Int16Sums broadcast_pair(const int16_t* p) {
 inline Int16Sums load_int8_pairs(const int8_t* p) {  // 32 int8, widened to 16 pairs of int16
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))};
 }
+// Of 16 words: bits 4 PART and 16 + 4 PART as pairs of 0..15.
+template <int PART>
+inline Int16Sums load_nibble_pairs(const uint32_t* p) {
+  const __m512i moved = _mm512_srli_epi16(_mm512_loadu_si512(p), 4 * PART);
+  return {PART == 3 ? moved : _mm512_and_si512(moved, _mm512_set1_epi32(0x000F000F))};
+}
+// Of 16 words of four int8: those in bytes PART and 2 + PART as pairs.
+template <int PART>
+inline Int16Sums load_byte_pairs(const uint32_t* p) {
+  const __m512i words = _mm512_loadu_si512(p);
+  return {_mm512_srai_epi16(PART == 0 ? _mm512_slli_epi16(words, 8) : words, 8)};
+}
+// Sums themselves: one for all lanes, 16 of int8, and their products.
+inline Int16Sums broadcast_sum(const int32_t* p) { return {_mm512_set1_epi32(*p)}; }
+inline Int16Sums load_int8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+inline Int16Sums multiply(Int16Sums a, Int16Sums b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline void multiply_add(Int16Sums& acc, Int16Sums a, Int16Sums b) {
   asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));  // the intrinsic: GCC 12 puts the sums on the stack
 }

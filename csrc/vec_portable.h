@@ -198,6 +198,37 @@ inline Int16Sums load_int8_pairs(const int8_t* p) {
   for (int i = 0; i < 16; i++) out.even[i] = p[2 * i], out.odd[i] = p[2 * i + 1];
   return out;
 }
+// Of 16 words: bits 4 PART and 16 + 4 PART as pairs of 0..15.
+template <int PART>
+inline Int16Sums load_nibble_pairs(const uint32_t* p) {
+  Int16Sums out;
+  for (int i = 0; i < 16; i++) out.even[i] = p[i] >> 4 * PART & 15, out.odd[i] = p[i] >> (16 + 4 * PART) & 15;
+  return out;
+}
+// Of 16 words of four int8: those in bytes PART and 2 + PART as pairs.
+template <int PART>
+inline Int16Sums load_byte_pairs(const uint32_t* p) {
+  Int16Sums out;
+  for (int i = 0; i < 16; i++)
+    out.even[i] = (int8_t)(p[i] >> 8 * PART), out.odd[i] = (int8_t)(p[i] >> (16 + 8 * PART));
+  return out;
+}
+// Sums themselves: one for all lanes, 16 of int8, and their products.
+inline Int16Sums broadcast_sum(const int32_t* p) {
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = *p;
+  return out;
+}
+inline Int16Sums load_int8(const int8_t* p) {
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = p[i];
+  return out;
+}
+inline Int16Sums multiply(const Int16Sums& a, const Int16Sums& b) {
+  Int16Sums out = {};
+  for (int i = 0; i < 16; i++) out.even[i] = a.even[i] * b.even[i];
+  return out;
+}
 inline void multiply_add(Int16Sums& acc, const Int16Sums& a, const Int16Sums& b) {
   for (int i = 0; i < 16; i++) acc.even[i] += a.even[i] * b.even[i] + a.odd[i] * b.odd[i];
 }

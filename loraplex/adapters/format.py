@@ -38,10 +38,11 @@ from loraplex.adapters.fields import (
     FieldVerdict,
 )
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder
-from loraplex.adapters.kinds import Kind
+from loraplex.adapters.kinds import TEXT_PREFIXES, Kind
 from loraplex.adapters.patterns import (
     BlockDiagonal,
     PatternError,
+    Value,
     dotted_suffixes,
     fullmatches,
     layer_indices,
@@ -214,7 +215,7 @@ class PEFTHelper:
         """Of each module. Raises AdapterValidationError for a pattern that cannot be matched."""
         rank_pattern, alpha_pattern = self.rank_pattern or {}, self.alpha_pattern or {}
         with self._refusing_bad_patterns():
-            by_rank, by_alpha = pattern_values(rank_pattern, module_names), pattern_values(alpha_pattern, module_names)
+            by_rank, by_alpha = _values(rank_pattern, module_names), _values(alpha_pattern, module_names)
         kept = self.kept_ranks or {}
         ranks = {name: by_rank.get(name, (kept.get(name, self.r),))[0] for name in module_names}
         alphas = {name: by_alpha.get(name, (self.lora_alpha,))[0] for name in module_names}
@@ -354,7 +355,11 @@ class PEFTHelper:
         if isinstance(self.target_modules, str):
             if self.target_modules.lower() == "all-linear":
                 return [name for name in names if name.rpartition(".")[2] not in NOT_LINEAR_TARGETS]
-            return list(fullmatches(self.target_modules, names))
+            found = fullmatches(self.target_modules, names)
+            if not found:
+                beside = _beside_other_parts(names)
+                found = {beside[name]: index for name, index in fullmatches(self.target_modules, [*beside]).items()}
+            return list(found)
         by_suffix = named_by(self.target_modules, names)
         if not self.layers_to_transform:
             return by_suffix
@@ -408,6 +413,25 @@ class PEFTHelper:
             fields["ensure_weight_tying"] = True
         fields |= {name: getattr(self, name) for name in self.context_fields}
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _beside_other_parts(names: Sequence[str]) -> dict[str, str]:
+    """What modules of a text model are called where it is beside other parts -> their names."""
+    return {
+        before + name.removeprefix(here): name
+        for before, here in TEXT_PREFIXES.items()
+        for name in names
+        if name.startswith(here)
+    }
+
+
+def _values(patterns: Mapping[str, Value], names: Sequence[str]) -> dict[str, tuple[Value, ...]]:
+    """`pattern_values`, of names beside other parts, too, where a pattern has such."""
+    values = pattern_values(patterns, names)
+    if any("language_model" in key for key in patterns):
+        beside = _beside_other_parts(names)
+        values = {beside[name]: found for name, found in pattern_values(patterns, [*beside]).items()} | values
+    return values
 
 
 # ------------------------------------------------------------------------------------------- what each kind's file says

@@ -133,6 +133,8 @@ PEFT_TYPES: dict[str, PeftType] = {
 # ----------------------------------------------------------------------------------------------------- names of tensors
 
 PREFIX = "base_model.model."
+TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
+"""Of modules of an adapter that was trained on a model with a text model beside other parts -> of that alone."""
 
 PARTS: dict[Kind, dict[str, str]] = {
     Kind.LORA: {
@@ -227,6 +229,8 @@ class TensorName(NamedTuple):
 def parse_tensor_name(name: str, kind: Kind = Kind.LORA) -> TensorName | None:
     """None for a name that is no part of an adapter of this kind."""
     bare = name.removeprefix(PREFIX)
+    prefix = next(filter(bare.startswith, TEXT_PREFIXES), "")
+    bare = TEXT_PREFIXES.get(prefix, "") + bare.removeprefix(prefix)
     if kind is Kind.LORA:
         match = _LORA.fullmatch(bare)
         if match is not None:

@@ -37,6 +37,7 @@ from loraplex.memory.space.arena import Arena, KVShare
 from loraplex.memory.weights.copies import CopyEngine, copies_for
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import Packer, can_share
+from loraplex.models.checkpoints.stored import KEPT_FORMAT
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.dominant import DominantMerger
@@ -204,7 +205,7 @@ def _info(
         backend=backend.name,
         backend_description=backend.description,
         device=str(memory.arena.device),
-        choices=tuple(filter(None, (device_choice, memory.choice))),
+        choices=tuple(filter(None, (device_choice, memory.choice, model.weights_form))),
         long_contexts=None
         if config.lora is None
         else model_config.long_contexts(config.lora.long_lora_scaling_factors),
@@ -254,6 +255,11 @@ def _merger(
     lora = config.lora
     if lora is None or adapters is None or not lora.merge_dominant_adapter:
         return None
+    if any(linear.is_kept for linear in model.linears):
+        raise ConfigError(
+            f"merge_dominant_adapter needs base weights in floats ({model.weights_form}); leave it out, or serve a "
+            "checkpoint that is not quantised"
+        )
     merger = DominantMerger(model, backend, adapters, lora.merged_memory_bytes, config.critical_pressure)
     forget_kv = adapters.on_digest_dropped
 
@@ -309,14 +315,19 @@ def _load_model(
         config.quantization,
         None
         if ranks.shard.size > 1
-        else _packed_cache(config, path, str(dtype).removeprefix("torch."), backend, merged),
+        else _packed_cache(config, path, model_config, str(dtype).removeprefix("torch."), backend, merged),
         merged,
         ranks,
     )
 
 
 def _packed_cache(
-    config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend, merged: MergedAdapter | None
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    dtype_name: str,
+    backend: KernelBackend,
+    merged: MergedAdapter | None,
 ) -> PackedCache | None:
     if backend.packed_format is None or config.load_format != "auto" or config.packed_cache_dir == "none":
         return None
@@ -325,6 +336,7 @@ def _packed_cache(
         return None
     private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
     form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
+    form += [KEPT_FORMAT] if model_config.form is not None or path.is_file() else []
     return PackedCache(folder, path, form, "" if merged is None else merged.digest)
 
 

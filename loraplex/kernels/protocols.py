@@ -25,6 +25,7 @@ from loraplex.cpu import CpuUse
 from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.experts import ExpertLora, Experts
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule
@@ -89,6 +90,11 @@ class LayerOps(Protocol):
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> LinearWeight:
         """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
+        ...
+
+    def keep_linear(self, weight: QuantizedSpecification) -> LinearWeight | None:
+        """A weight whose integers and scales a checkpoint has, in those bits, for `linear`; None: no kernel reads
+        them."""
         ...
 
     def linear_tensors(self, weight: LinearWeight) -> dict[str, torch.Tensor]:

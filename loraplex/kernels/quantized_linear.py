@@ -4,8 +4,8 @@
     int4   q uint8 [out, in' / 2]        scale [in' / 128, out], the weight's dtype
     fp8    q float8 e4m3 [out', in']     scale float32 [out']                       out', in' rounded up to 16 (cuBLAS)
 
-Which numbers these are, reference.py says; what is added is 0. A byte j of the 64 of an int4 group holds number j of
-the group in its low half and number j + 64 in its high half, so that a kernel unpacks two runs of columns and
+Which numbers these are, quantized_weights.py says; what is added is 0. A byte j of the 64 of an int4 group holds number
+j of the group in its low half and number j + 64 in its high half, so that a kernel unpacks two runs of columns and
 interleaves nothing; the scales of one group of all rows lie side by side, as a kernel wants them.
 """
 
@@ -17,7 +17,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from loraplex.kernels.reference import INT4_GROUP, SPECIFICATIONS, Fp8Weight
+from loraplex.kernels.quantized_weights import (
+    INT4_GROUP,
+    SPECIFICATIONS,
+    Fp8Weight,
+    GroupWeight,
+    QuantizedSpecification,
+)
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability whose matrix units take float8."""
@@ -53,14 +59,28 @@ class QuantizedWeight:
     @classmethod
     def of(cls, weight: torch.Tensor, quantization: str) -> QuantizedWeight:
         """Quantise `weight` where it lies, few rows at a time."""
-        packed = _empty(weight, quantization)
+        packed = _empty(weight.shape, quantization, weight.dtype, weight.device)
         step = max(1, QUANTIZED_AT_ONCE // weight.shape[1])
         for start in range(0, weight.shape[0], step):
-            specified = SPECIFICATIONS[quantization].of(weight[start : start + step])
-            rows = slice(start, start + len(specified.q))
-            _PACK[quantization](specified.q, packed.q[rows])
-            packed.scale[..., rows] = specified.scale.t()
+            packed._put(start, SPECIFICATIONS[quantization].of(weight[start : start + step]))
         return packed
+
+    @classmethod
+    def keeping(cls, weight: QuantizedSpecification) -> QuantizedWeight | None:
+        """The integers and scales as they are; None: the layout has none of their groups, or no zero points."""
+        quantization = next((name for name, kind in SPECIFICATIONS.items() if type(weight) is kind), None)
+        if quantization is None:
+            return None
+        if isinstance(weight, GroupWeight) and (weight.zero is not None or weight.group_size != INT4_GROUP):
+            return None
+        packed = _empty(weight.q.shape, quantization, weight.scale.dtype, weight.q.device)
+        packed._put(0, weight)
+        return packed
+
+    def _put(self, start: int, specified: QuantizedSpecification) -> None:
+        rows = slice(start, start + len(specified.q))
+        _PACK[self.quantization](specified.q, self.q[rows])
+        self.scale[..., rows] = specified.scale.t()
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of the weight, float32 [last - first, in]."""
@@ -92,10 +112,9 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _empty(weight: torch.Tensor, quantization: str) -> QuantizedWeight:
-    """The memory of a quantised weight, all 0 but for what lies in the shape of `weight`."""
-    out_features, in_features = weight.shape
-    device = weight.device
+def _empty(of_shape: torch.Size, quantization: str, int4_scale: torch.dtype, device: torch.device) -> QuantizedWeight:
+    """The memory of a quantised weight, all 0 but for what lies in its shape."""
+    out_features, in_features = of_shape
     if quantization == "fp8":
         shape = _round_up(out_features, FP8_MULTIPLE), _round_up(in_features, FP8_MULTIPLE)
         q = torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
@@ -106,7 +125,7 @@ def _empty(weight: torch.Tensor, quantization: str) -> QuantizedWeight:
     else:
         num_groups = _round_up(in_features, INT4_GROUP) // INT4_GROUP
         q = torch.empty(out_features, num_groups * INT4_GROUP // 2, dtype=torch.uint8, device=device)
-        scale = torch.empty(num_groups, out_features, dtype=weight.dtype, device=device)
+        scale = torch.empty(num_groups, out_features, dtype=int4_scale, device=device)
     return QuantizedWeight(q, scale, out_features, in_features)
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.checksum import checksums
 from loraplex.kernels.experts import ExpertLora, Experts, experts
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.quantized_weights import SPECIFICATIONS, QuantizedSpecification
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule, target_mass
@@ -332,101 +333,14 @@ class StockWeights:
     def may_replay(self, table: SlotTable) -> bool:
         return False
 
+    def keep_linear(self, weight: QuantizedSpecification) -> Any | None:
+        return None
+
     def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
         return {"weight": weight}
 
     def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> Any:
         return tensors["weight"]
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """W8A16: weight [out, in] = q * scale[:, None], q int8, scale float32 [out] := max |row| / 127."""
-
-    q: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Int8Weight:
-        scale = weight.float().abs().amax(-1).clamp_min(1e-30) / 127
-        return cls((weight.float() / scale[:, None]).round().to(torch.int8), scale)
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] is rounded to int16 row by row, scale := max |row| / 32767; the sum of integers is exact."""
-        x_scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 32767
-        x_q = (x.float() / x_scale).round().double()
-        return (x_q @ self.q.double().T * x_scale * self.scale).to(x.dtype)
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        return self.q[first:last] * self.scale[first:last, None]
-
-
-INT4_GROUP = 128
-"""Numbers of a weight's row that have one scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """W4A16: weight[n, k] = scale[n, k // 128] * (q[n, k] - 8), q uint8 [out, in] of 0..15, scale in its dtype.
-
-    The number of a group that is furthest from 0 is -8 * scale, whatever its sign: a scale may be negative, and all 16
-    values are used.
-    """
-
-    q: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Int4Weight:
-        out_features, in_features = weight.shape
-        groups = F.pad(weight.float(), (0, -in_features % INT4_GROUP)).view(out_features, -1, INT4_GROUP)
-        furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-        scale = (furthest / -8).to(weight.dtype)
-        q = (groups / scale.float().masked_fill(scale == 0, 1.0)).round().add(8).clamp(0, 15).to(torch.uint8)
-        return cls(q.view(out_features, -1)[:, :in_features], scale.squeeze(-1))
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        scale = self.scale.double().repeat_interleave(INT4_GROUP, dim=1)[:, : self.q.shape[1]]
-        return (x.double() @ ((self.q.double() - 8) * scale).T).to(x.dtype)
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        scale = self.scale[first:last].float().repeat_interleave(INT4_GROUP, dim=1)[:, : self.q.shape[1]]
-        return (self.q[first:last].float() - 8) * scale
-
-
-FP8_MAX = 448.0
-"""The largest number of float8 e4m3."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Weight:
-    """W8A8: weight [out, in] = q * scale[:, None], q float8 e4m3, scale float32 [out] := max |row| / 448."""
-
-    q: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: torch.Tensor) -> Fp8Weight:
-        """Rows of a weight, or of activations: both are rounded alike."""
-        scale = rows.float().abs().amax(-1).clamp_min(1e-30) / FP8_MAX
-        return cls((rows.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] is rounded to float8 row by row."""
-        rounded = Fp8Weight.of(x)
-        sums = rounded.q.double() @ self.q.double().T
-        return (sums * rounded.scale[:, None] * self.scale).to(x.dtype)
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        return self.q[first:last].float() * self.scale[first:last, None]
-
-
-QuantizedSpecification = Int8Weight | Int4Weight | Fp8Weight
-SPECIFICATIONS: dict[str, type[Int8Weight] | type[Int4Weight] | type[Fp8Weight]] = {
-    "fp8": Fp8Weight,
-    "int8": Int8Weight,
-    "int4": Int4Weight,
-}
 
 
 class ReferenceBackend(StockPacking, StockWeights):
@@ -476,6 +390,9 @@ class ReferenceBackend(StockPacking, StockWeights):
         self, weight: torch.Tensor, quantization: str | None = None
     ) -> torch.Tensor | QuantizedSpecification:
         return weight if quantization is None else SPECIFICATIONS[quantization].of(weight)
+
+    def keep_linear(self, weight: QuantizedSpecification) -> QuantizedSpecification:
+        return weight
 
     def _rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
         if isinstance(weight, QuantizedSpecification):

@@ -95,7 +95,8 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
         if weight.dtype != x.dtype:
-            return (x * inverse * weight).to(x.dtype)
+            wide: torch.Tensor = (x * inverse * weight).to(x.dtype)
+            return wide
         normed: torch.Tensor = (x * inverse).to(x.dtype)
         return normed.mul_(weight)
 

@@ -24,10 +24,12 @@ from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.distributed import shard_bias, shard_columns, shard_rows
 from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.protocols import LinearWeight
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.layers.common import LayerSetup, WeightPart
 
 META = torch.device("meta")
-HEAD_QUANTIZATIONS = ("int8",)
+HEAD_QUANTIZATIONS = {"int8": "int8", "int4": "int8"}
+"""What the output head is quantised to; with fp8 it stays as it is."""
 
 
 class ParallelLinear:
@@ -39,6 +41,8 @@ class ParallelLinear:
         self.name = target.name
         self.ops = setup.ops
         self.quantization = setup.quantization
+        self.is_kept = False
+        """Whether the weight is in the integers of the checkpoint, which `load_integers` takes."""
         self.device = setup.device
         self.weight: LinearWeight = torch.empty(out_features, target.in_features, dtype=setup.dtype, device=META)
         self.bias = torch.empty(out_features, dtype=setup.activation_dtype, device=setup.device) if has_bias else None
@@ -59,6 +63,17 @@ class ParallelLinear:
 
     def allocate(self) -> None:
         self.weight = _allocated(self.weight, self.device)
+
+    def keep_integers(self, quantization: str) -> None:
+        """The weight will be in the checkpoint's integers of this quantization: `load_integers` stands for `allocate`,
+        the weight's parts and `prepare`."""
+        self.quantization, self.is_kept = quantization, True
+
+    def load_integers(self, weight: QuantizedSpecification) -> None:
+        """This rank's share of all slices, under one another, on the device; in the form that kernels read."""
+        kept = self.ops.keep_linear(weight)
+        assert kept is not None, self.name
+        self.weight = kept
 
     def prepare(self) -> None:
         self.weight = self.ops.prepare_linear(self.weight, self.quantization)
@@ -406,7 +421,7 @@ class ParallelLMHead:
 
 
 def _head_quantization(setup: LayerSetup) -> str | None:
-    return setup.quantization if setup.quantization in HEAD_QUANTIZATIONS else None
+    return None if setup.quantization is None else HEAD_QUANTIZATIONS.get(setup.quantization)
 
 
 def _vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor:

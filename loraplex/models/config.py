@@ -18,6 +18,9 @@ from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.layers.common import ROPE_RULES, RopeParameters
 from loraplex.layers.moe import ExpertSizes
+from loraplex.models.checkpoints.forms import form_of
+from loraplex.models.checkpoints.gguf import GgufFile
+from loraplex.models.checkpoints.stored import Form
 from loraplex.models.families import FAMILIES, NOT_SERVED, Family
 
 DEFAULT_ROPE_THETA = 10000.0
@@ -41,7 +44,6 @@ ACTIVATIONS: Mapping[str, str] = {
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
-    "quantization_config": (None, {}),
     "text_config": (None,),
     "vision_config": (None,),
     "add_cross_attention": (None, False),
@@ -101,7 +103,7 @@ class ModelConfig:
     `attention_scale`, logits by `logit_scale`; then a soft cap c makes c tanh(s / c) of them, None for none. What a
     block adds to the residual is multiplied by `residual_scale`, rows of the embedding by `embedding_scale`.
     experts[i]: of layer i, None where it has an MLP; () for a family without.
-    `dtype` is the checkpoint's, "" when config.json does not say.
+    `dtype` is the checkpoint's, "" when config.json does not say. `form`: of its weights; None: plain floats.
     """
 
     model_type: str
@@ -131,6 +133,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     experts: tuple[ExpertSizes | None, ...] = ()
     dtype: str = ""
+    form: Form | None = None
 
     @property
     def family(self) -> Family:
@@ -182,7 +185,10 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
-        """Read `path`/config.json. Raises ModelConfigError when it is missing, no JSON, or not honoured."""
+        """Read `path`/config.json, or the metadata where `path` is a GGUF file. Raises ModelConfigError when it is
+        missing, no JSON, or not honoured."""
+        if Path(path).is_file():
+            return cls.from_dict(GgufFile(Path(path)).config(), source=str(path))
         file = Path(path) / "config.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
@@ -250,7 +256,14 @@ class _Reader:
             embedding_scale=self._embedding_scale(hidden_size),
             experts=self._experts(num_layers),
             dtype=str(self.values.get("dtype") or self.values.get("torch_dtype") or ""),
+            form=self._form(),
         )
+
+    def _form(self) -> Form | None:
+        try:
+            return form_of(self.values.get("quantization_config") or self.values.get("compression_config"))
+        except ValueError as e:
+            raise self.refuse(str(e)) from e
 
     def refuse(self, what: str) -> ModelConfigError:
         return ModelConfigError(f"{self.source}: {what}")
@@ -334,7 +347,7 @@ class _Reader:
 
     def _attention_scale(self, head_dim: int) -> float:
         if "query_pre_attn_scalar" in self.family.honoured:
-            return self.number(self.values, "query_pre_attn_scalar") ** -0.5
+            return float(self.number(self.values, "query_pre_attn_scalar") ** -0.5)
         if "attention_multiplier" in self.family.honoured:
             return self.number(self.values, "attention_multiplier")
         return float(head_dim**-0.5)

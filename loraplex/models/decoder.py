@@ -343,6 +343,8 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.weights_name = ""
         """Names the weights and their form: equal names, equal numbers. Set when they are loaded."""
+        self.weights_form = ""
+        """In words, what a quantised checkpoint is and how its weights are kept; "" for one of plain floats."""
         self.whole_weights: WholeBase | None = None
         """Of all ranks, set when they are loaded; None: this is the only one."""
         self.activation_dtype = setup.activation_dtype

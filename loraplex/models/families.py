@@ -94,6 +94,54 @@ class Family:
     def is_gated(self) -> bool:
         return bool(self.mlp_modules[0])
 
+    @property
+    def traits(self) -> tuple[str, str, str, str]:
+        """What it has of its own, in words: norms, attention, positions, the rest (docs/models.md)."""
+        norms = self.norms
+        said = (
+            {
+                "layer": self.norm == "layer",
+                "less one": self.norm_offset == 1,
+                "around blocks": bool(norms.before_attention and norms.after_attention),
+                "after blocks": not norms.before_attention,
+                "one a layer": self.is_parallel,
+                "q and k": self.qk_norm == "head",
+                "all q, all k": self.qk_norm == "width",
+            },
+            {
+                "window": self.layer_rule in ("all", "upper"),
+                "windows": self.layer_rule in ("pattern", "no_rope"),
+                "soft cap": "attn_logit_softcapping" in self.honoured,
+                "scale": not {"query_pre_attn_scalar", "attention_multiplier"}.isdisjoint(self.honoured),
+            },
+            {
+                "two bases": self.rope_rule == "types",
+                "not in all layers": self.rope_rule in ("sliding", "no_rope"),
+                "neighbours": self.is_rope_interleaved,
+                "partial": "partial_rotary_factor" in self.honoured,
+                "longrope": "longrope" in self.rope_names.values(),
+            },
+            {
+                "blocks side by side": self.is_parallel,
+                "no gate": not self.is_gated,
+                "scaled embedding": self.scales_embedding or "embedding_multiplier" in self.honoured,
+                "scaled residual": "residual_multiplier" in self.honoured,
+                "scaled logits": not {"logit_scale", "logits_scaling"}.isdisjoint(self.honoured),
+            },
+        )
+        norm, attention, positions, rest = (
+            ", ".join(trait for trait, has_it in column.items() if has_it) for column in said
+        )
+        return norm, attention, positions, rest
+
+    @property
+    def linear_modules(self) -> tuple[str, ...]:
+        """Names of a layer's linears, as adapters have them."""
+        attention = ("qkv_proj",) if self.is_qkv_fused else ("q_proj", "k_proj", "v_proj")
+        gate, up, down = self.mlp_modules
+        first = ("gate_up_proj",) if self.is_gate_up_fused else (gate, up)
+        return tuple(name for name in (*attention, "o_proj", *first, down) if name)
+
 
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,

@@ -5,33 +5,37 @@ A weight that the model needs and the checkpoint lacks, or the other way round, 
 
 from __future__ import annotations
 
-import contextlib
-import json
+import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters.merging.base import MergedAdapter
 from loraplex.config import EngineConfig
 from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ConfigError, ModelWeightError
-from loraplex.kernels.protocols import KernelBackend
-from loraplex.kernels.reference import SPECIFICATIONS
+from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.layers.common import WeightedLayer, WeightPart
+from loraplex.layers.linear import ParallelLinear
+from loraplex.models.checkpoints.files import CheckpointFiles, open_files
+from loraplex.models.checkpoints.stored import KeptForm, Share, StoredWeight, stacked
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.packed_cache import PackedCache, checkpoint_name
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+logger = logging.getLogger(__name__)
+
 MAX_NAMED = 8
 """So many names of weights are in one error message."""
+
+WIDENED_AT_ONCE = 1 << 22
+"""Numbers of a quantised weight that are float32 at one moment."""
 
 Progress = Callable[[int, int], None]
 """progress(bytes of weights done, bytes in all)"""
@@ -86,13 +90,14 @@ def load_model(
     name = checkpoint_name(Path(path)) if load_format == "auto" else f"random-{seed}"
     model.weights_name = f"{name} {dtype} {quantization}"
     layers = model.weighted_layers()
+    checkpoint = Checkpoint(Path(path), config, merged)
+    if load_format == "auto":
+        model.weights_form = checkpoint.keep_integers(layers, ops, quantization, dtype)
     if load_format == "auto" and packed_cache is not None and packed_cache.restore(layers):
         return model
-    source: WeightSource = (
-        DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config, merged)
-    )
+    source: WeightSource = DummyWeights(seed, device) if load_format == "dummy" else checkpoint
     if ranks.shard.size > 1:
-        model.whole_weights = WholeWeights(source, layers)
+        model.whole_weights = WholeWeights(source, layers, ops)
     source.load_into(layers, progress or _no_progress)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of layers as they came; what is free is measured next
@@ -120,11 +125,14 @@ class _Counted:
 class WholeWeights:
     """What adapters ask of a base of several ranks: read again each time, so that no rank keeps more than its share."""
 
-    def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer]) -> None:
-        """The layers have no memory yet."""
+    def __init__(self, source: WeightSource, layers: Sequence[WeightedLayer], ops: KernelBackend) -> None:
+        """The layers have no memory yet. ops: what each rank quantises its part with."""
         self._source = source
+        self._ops = ops
         parts = [part for layer in layers for part in layer.weight_parts()]
-        self._parts = {part.name: replace(part, destination=_shape(part)) for part in parts}
+        kept = [layer for layer in layers if isinstance(layer, ParallelLinear) and layer.is_kept]
+        self._kept = {part.name for layer in kept for part in layer.weight_parts()}
+        self._parts = {part.name: replace(part, destination=self._shape(part)) for part in parts}
         self._own_widths = {part.name: part.destination.shape[-1] for part in parts}
 
     def bias(self, module_name: str) -> torch.Tensor | None:
@@ -140,66 +148,122 @@ class WholeWeights:
         """As `ParallelLinear.row_norms`, of whole rows; each rank has quantised its own part of them."""
         name = f"{module_name}.weight"
         weight = self._source.whole(self._parts[name])
-        if quantization is not None:
-            kept = [SPECIFICATIONS[quantization].of(part) for part in torch.split(weight, self._own_widths[name], 1)]
-            weight = torch.cat([each.rows(0, len(weight)) for each in kept], dim=1)
-        weight = weight.float()
-        rows = torch.addmm(weight, lora_b.float(), lora_a.float(), alpha=scaling)
-        norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
-        return norms
+        a, b = lora_a.float(), lora_b.float()
+        if quantization is None or name in self._kept:
+            return self._ops.row_norms(weight, 0, len(weight), a, b, scaling)
+        width, squares = self._own_widths[name], torch.zeros(len(weight))
+        for own, own_a in zip(weight.split(width, 1), a.split(width, 1), strict=True):
+            kept = self._ops.prepare_linear(own.contiguous(), quantization)
+            squares += self._ops.row_norms(kept, 0, len(weight), own_a, b, scaling).square()
+        return squares.sqrt()
 
-
-def _shape(part: WeightPart) -> torch.Tensor:
-    return torch.empty(part.shape, dtype=part.destination.dtype, device="meta")
+    def _shape(self, part: WeightPart) -> torch.Tensor:
+        """In float32 where the checkpoint's own numbers are kept."""
+        dtype = torch.float32 if part.name in self._kept else part.destination.dtype
+        return torch.empty(part.shape, dtype=dtype, device="meta")
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
 
 
 class Checkpoint:
-    """The safetensors of a model directory: one file, or the files of an index."""
+    """A directory of safetensors, one file or the files of an index, or a GGUF file."""
 
     def __init__(self, path: Path, config: ModelConfig, merged: MergedAdapter | None = None) -> None:
         self.path = path
         self.config = config
         self._merged = merged
 
+    def keep_integers(
+        self, layers: Sequence[WeightedLayer], ops: LayerOps, asked: str | None, dtype: torch.dtype
+    ) -> str:
+        """Linears whose weights the kernels read in the checkpoint's own integers will have these. Says what is kept
+        how; "" for a checkpoint of plain floats.
+
+        asked: the quantization of other linears; None: they are of `dtype`, and in float32 all are: it is exact, and
+        kernels of integers round activations.
+        """
+        with open_files(self.path, self.config.form, self.config.family) as files:
+            if not files.title:
+                return ""
+            linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
+            self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
+            can_keep, kept = asked is None and dtype != torch.float32, Counter[str]()
+            for linear in linears:
+                form = self._kept(linear, files)
+                if form is not None and (form.quantization == asked or can_keep) and form.is_read_by(ops):
+                    linear.keep_integers(form.quantization)
+                    kept[str(form)] += 1
+            title = files.title
+        parts = [f"{count} linears in its own {form}" for form, count in kept.items()]
+        if rest := len(linears) - kept.total():
+            parts.append(f"{rest} linears in {asked or str(dtype).removeprefix('torch.')}")
+        return f"weights: {title} checkpoint, kept as {', '.join(parts)}"
+
+    def _kept(self, linear: ParallelLinear, files: CheckpointFiles) -> KeptForm | None:
+        """The one form of all weights of a linear; None: there is none, or several, or a rank's share cuts a group."""
+        forms: set[KeptForm | None] = set()
+        for part in linear.weight_parts():
+            if part.name.endswith(".weight"):
+                stored = None if self._is_changed(part) else files.stored(part.name, part.shape)
+                form = None if stored is None else stored.kept
+                forms.add(form if form is not None and form.has_share(Share.of(part)) else None)
+        return forms.pop() if len(forms) == 1 else None
+
+    def _is_changed(self, part: WeightPart) -> bool:
+        return self._merged is not None and part.name.rpartition(".")[0] in self._merged.layers
+
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
         """As WeightSource; all names are checked before the first byte is copied."""
-        with contextlib.ExitStack() as stack:
-            files = {name: stack.enter_context(_open(self.path / name)) for name in self._file_names()}
-            where = {key: file for file in files.values() for key in list(file.keys())}
-            self._check_names([part.name for layer in layers for part in layer.weight_parts()], where)
+        with open_files(self.path, self.config.form, self.config.family) as files:
+            self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
             counted = _Counted(layers, progress)
             for layer in layers:
+                if isinstance(layer, ParallelLinear) and layer.is_kept:
+                    self._load_integers(layer, files, counted)
+                    continue
                 layer.allocate()
                 for part in layer.weight_parts():
-                    tensor = where[part.name].get_tensor(part.name)
-                    part.load(tensor if self._merged is None else self._merged.changed(part.name, tensor))
+                    self._load(part, files)
                     counted.add(part)
                 layer.prepare()
-            self._check_tied_head(where)
+            self._check_tied_head(files)
+
+    def _load(self, part: WeightPart, files: CheckpointFiles) -> None:
+        stored = files.stored(part.name, part.shape)
+        if stored is not None and not self._is_changed(part) and part.destination.shape == torch.Size(part.shape):
+            _widen(stored, part.destination)
+            return
+        tensor = files.tensor(part.name) if stored is None else stored.rows(0, part.shape[0])
+        part.load(tensor if self._merged is None else self._merged.changed(part.name, tensor))
+
+    def _load_integers(self, linear: ParallelLinear, files: CheckpointFiles, counted: _Counted) -> None:
+        kept = []
+        for part in linear.weight_parts():
+            stored = files.stored(part.name, part.shape)
+            if stored is None:
+                self._load(part, files)
+            else:
+                kept.append(Share.of(part).cut(stored.integers()))
+            counted.add(part)
+        linear.load_integers(stacked(kept, linear.device))
 
     def whole(self, part: WeightPart, row_ids: torch.Tensor | None = None) -> torch.Tensor:
-        index = self.path / INDEX_FILE
-        name = _read_index(index)[part.name] if index.exists() else WEIGHTS_FILE
-        with _open(self.path / name) as file:
-            tensor: torch.Tensor = file.get_tensor(part.name)
-            return (tensor if row_ids is None else tensor[row_ids]).to(part.destination.dtype)
+        with open_files(self.path, self.config.form, self.config.family) as files:
+            stored = files.stored(part.name, part.shape)
+            if stored is None:
+                tensor = files.tensor(part.name)
+                return (tensor if row_ids is None else tensor[row_ids]).to(part.destination.dtype)
+            if row_ids is None:
+                rows = torch.empty(part.shape, dtype=part.destination.dtype)
+                _widen(stored, rows)
+                return rows
+            each = [stored.rows(row, row + 1) for row in row_ids.tolist()]
+            return torch.cat(each).to(part.destination.dtype) if each else torch.empty(0, part.shape[1])
 
-    def _file_names(self) -> list[str]:
-        index = self.path / INDEX_FILE
-        if index.exists():
-            return sorted(set(_read_index(index).values()))
-        if (self.path / WEIGHTS_FILE).exists():
-            return [WEIGHTS_FILE]
-        pickles = sorted(file.name for file in self.path.glob("*.bin"))
-        hint = f"; {pickles[0]} is not read, convert it to safetensors" if pickles else ""
-        raise ModelWeightError(f"{self.path} has no {WEIGHTS_FILE} and no {INDEX_FILE}{hint}")
-
-    def _check_names(self, parts: Sequence[str], found: Mapping[str, Any]) -> None:
-        missing = [name for name in parts if name not in found]
-        unused = [name for name in found if name not in parts and not self._is_ignored(name)]
+    def _check_names(self, parts: Sequence[str], files: CheckpointFiles) -> None:
+        used, missing = files.used(parts)
+        unused = [name for name in files.names if name not in used and not self._is_ignored(name)]
         problems = [
             f"{len(names)} {what}: {_some(names)}"
             for names, what in ((missing, "missing"), (unused, "not used by the model"))
@@ -218,11 +282,11 @@ class Checkpoint:
     def _is_tied_head(self, name: str) -> bool:
         return name == "lm_head.weight" and self.config.tie_word_embeddings
 
-    def _check_tied_head(self, where: Mapping[str, Any]) -> None:
+    def _check_tied_head(self, files: CheckpointFiles) -> None:
         """transformers unties a head that differs; here the config has to say so."""
-        if "lm_head.weight" not in where or not self.config.tie_word_embeddings:
+        if "lm_head.weight" not in files.names or not self.config.tie_word_embeddings:
             return
-        head, embedding = (where[k].get_tensor(k) for k in ("lm_head.weight", "model.embed_tokens.weight"))
+        head, embedding = (files.tensor(k) for k in ("lm_head.weight", "model.embed_tokens.weight"))
         if not torch.equal(head, embedding):
             raise ModelWeightError(
                 f"{self.path}: lm_head.weight differs from model.embed_tokens.weight but config.json has "
@@ -230,30 +294,12 @@ class Checkpoint:
             )
 
 
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """A safetensors file whose tensors are views of its memory map."""
-    try:
-        opened = safe_open(file, framework="pt")
-    except FileNotFoundError as e:
-        raise ModelWeightError(f"{file} is named by {INDEX_FILE} but is not there") from e
-    except (SafetensorError, OSError) as e:
-        raise ModelWeightError(f"{file} cannot be read as safetensors, it may be truncated: {e}") from e
-    with opened as handle:
-        yield handle
-
-
-def _read_index(index: Path) -> Mapping[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ModelWeightError(f"{index} is not an index of safetensors ({type(e).__name__}: {e})") from e
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelWeightError(f"{index} has an empty weight_map")
-    for key, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelWeightError(f"{index}: {key} is in {file!r}, which is not the name of a file beside it")
-    return weight_map
+def _widen(stored: StoredWeight, out: torch.Tensor) -> None:
+    """out [n, in] := the numbers of a quantised weight, rounded once to the dtype of `out`."""
+    step = max(1, WIDENED_AT_ONCE // out.shape[1])
+    for first in range(0, len(out), step):
+        rows = out[first : first + step]
+        rows.copy_(stored.rows(first, first + len(rows)))
 
 
 def _some(names: list[str]) -> str:

@@ -31,7 +31,13 @@ MIN_BYTES = 64 * 2**20
 ALIGNMENT = 64
 """Bytes to which panels are aligned in the file, so that no vector crosses a cache line."""
 
-DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
 """As safetensors writes them."""
 
 _UNFINISHED = re.compile(r"\.(\d+)(-\d+)?\.tmp$")
@@ -131,12 +137,14 @@ def _place(checkpoint: Path) -> str:
 
 
 def _fingerprint(checkpoint: Path) -> str:
-    """Changes when a file of the checkpoint does: names, sizes and times of the weights, the content of config.json."""
-    digest = hashlib.sha256()
-    for file in sorted(checkpoint.glob("*.safetensors*")):
+    """Changes when a file of the checkpoint does: names, sizes and times of the weights, the content of config.json.
+    A GGUF file has its config in it."""
+    digest, is_one = hashlib.sha256(), checkpoint.is_file()
+    for file in [checkpoint] if is_one else sorted(checkpoint.glob("*.safetensors*")):
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    digest.update((checkpoint / "config.json").read_bytes())
+    if not is_one:
+        digest.update((checkpoint / "config.json").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -83,6 +83,7 @@ def expected_attention(
     context: list[tuple[torch.Tensor, torch.Tensor]],
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Query by query and head by head in float64."""
     out, row = torch.zeros(q.shape, dtype=torch.float64), 0
@@ -93,8 +94,10 @@ def expected_attention(
             first = 0 if window is None else max(0, position - window + 1)
             seen_keys = keys[first : position + 1].double().repeat_interleave(group, dim=1)
             seen_values = values[first : position + 1].double().repeat_interleave(group, dim=1)
-            weights = torch.einsum("hd,chd->hc", q[row].double(), seen_keys).mul(scale).softmax(dim=-1)
-            out[row] = torch.einsum("hc,chd->hd", weights, seen_values)
+            scores = torch.einsum("hd,chd->hc", q[row].double(), seen_keys).mul(scale)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[row] = torch.einsum("hc,chd->hd", scores.softmax(dim=-1), seen_values)
             row += 1
     return out
 
@@ -192,6 +195,20 @@ def test_one_plan_serves_layers_with_and_without_a_window(backend: KernelBackend
     for window in (None, 6, None, 6):
         expected = expected_attention(q, plan, context, 0.25, window)
         assert_close(backend.paged_attention(q, kv[:, LAYER], plan, 0.25, window), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("window", [None, 6])
+def test_soft_caps(backend: KernelBackend, softcap: float, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    plan, num_blocks = make_plan([1, 3, 1, 20], [70, 20, 7, 20], 16, seed=1)
+    context = [(draw(generator, FP32, n, 2, 16), draw(generator, FP32, n, 2, 16)) for n in plan.context_lens_host]
+    kv = poisoned_kv(num_blocks, 2, 16, 16, FP32)
+    fill(backend, kv, plan, context)
+    q = draw(generator, FP32, 25, 4, 16)
+    expected = expected_attention(q, plan, context, 0.5, window, softcap)
+    assert_close(backend.paged_attention(q, kv[:, LAYER], plan, 0.5, window, softcap), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)

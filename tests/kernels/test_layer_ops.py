@@ -111,6 +111,71 @@ def test_silu_mul(backend: Any, dtype: torch.dtype, num_tokens: int, size: int) 
     assert same_bits(gate_up, before)
 
 
+def test_the_sum_of_add_rms_norm_has_a_scale(backend: Any, dtype: torch.dtype, num_tokens: int) -> None:
+    x, residual, weight = draw(dtype, num_tokens, 96), draw(dtype, num_tokens, 96, seed=1), draw(dtype, 96, seed=2)
+    expected = x.double() * 0.3 + residual.double()
+    normed, total = backend.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, 0.3)
+    assert_close(total, expected, dtype)
+    assert_close(normed, backend.rms_norm(total, weight, 1e-5))
+    assert_close(backend.add_scaled(x, residual.clone(), 0.3), expected, dtype)
+
+
+def test_a_wide_weight_is_multiplied_before_the_result_is_rounded(
+    backend: Any, dtype: torch.dtype, num_tokens: int
+) -> None:
+    x, weight = draw(dtype, num_tokens, 64), 1 + draw(torch.float32, 64, seed=1)
+    got = backend.rms_norm(x, weight, 1e-5)
+    wide = x.double()
+    assert got.dtype == dtype
+    assert_close(got, wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double(), dtype)
+    normed, _ = backend.add_rms_norm(x.clone(), torch.zeros_like(x), weight, 1e-5)
+    assert_close(normed, got, dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm(backend: Any, dtype: torch.dtype, num_tokens: int, has_bias: bool) -> None:
+    x, weight = draw(dtype, num_tokens, 96) + 1, draw(dtype, 96, seed=1)
+    bias = draw(dtype, 96, seed=2) if has_bias else None
+    expected = F.layer_norm(x.double(), (96,), weight.double(), None if bias is None else bias.double(), 1e-5)
+    assert_close(backend.layer_norm(x, weight, bias, 1e-5), expected, dtype)
+
+
+@pytest.mark.parametrize("is_tanh", [False, True])
+@pytest.mark.parametrize("has_up", [False, True])
+def test_gelu(backend: Any, dtype: torch.dtype, num_tokens: int, is_tanh: bool, has_up: bool) -> None:
+    x = 2 * draw(dtype, num_tokens, 2 * 37)
+    before, (gate, *up) = x.clone(), x.double().chunk(2 if has_up else 1, dim=-1)
+    expected = F.gelu(gate, approximate="tanh" if is_tanh else "none")
+    assert_close(backend.gelu(x, is_tanh, has_up), expected * up[0] if up else expected, dtype)
+    assert same_bits(x, before)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (64, 16), (80, 60), (16, 0)])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_positions_of_a_part_of_a_head_and_of_neighbours(
+    backend: Any, dtype: torch.dtype, num_tokens: int, head_dim: int, rotary_dim: int, is_interleaved: bool
+) -> None:
+    """cos and sin are columns of wider tensors; keys are those of queries that are equal."""
+    own = backend.activation_dtype(dtype)
+    q = draw(dtype, num_tokens, 2, head_dim).to(own)
+    angles = draw(torch.float32, num_tokens, rotary_dim // 2, seed=1).repeat(1, 2)
+    cos, sin = (F.pad(t.to(own), (4, 12))[:, 4 : 4 + rotary_dim] for t in (angles.cos(), angles.sin()))
+    turned = q.double()[..., :rotary_dim]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if is_interleaved else turned.chunk(2, dim=-1)
+    if rotary_dim:
+        c, s = (t.double()[:, None, : rotary_dim // 2] for t in (cos, sin))
+        pair = a * c - b * s, b * c + a * s
+        turned = torch.stack(pair, dim=-1).flatten(-2) if is_interleaved else torch.cat(pair, dim=-1)
+    expected = torch.cat((turned, q.double()[..., rotary_dim:]), dim=-1)
+    kv, slots = torch.zeros(5, 1, 2, 2, 16, head_dim, dtype=own), torch.arange(num_tokens)
+    got = backend.rotary_write_kv(q.clone(), q.clone(), q, cos, sin, kv[:, 0], slots, is_interleaved)
+    assert_close(got, expected, dtype)
+    key_places, _ = kv_places(backend, kv[:, 0])
+    heads = kv.view(5, 2, 2, -1)
+    keys = torch.stack([heads[s // 16, 0][:, key_places[s % 16]] for s in slots.tolist()])
+    assert_close(keys, got, dtype)
+
+
 def test_get_backend(backend: Any, dtype: torch.dtype, num_tokens: int) -> None:
     assert get_backend(backend.name, torch.device("cpu")).name == backend.name
     assert get_backend("auto", torch.device("cpu")).name in NAMES

@@ -17,7 +17,7 @@ from loraplex.kernels.quantized_linear import (
     linear_of_many_rows,
     quantizations_of,
 )
-from loraplex.kernels.reference import INT4_GROUP, Fp8Weight, Int4Weight, Int8Weight
+from loraplex.kernels.quantized_weights import INT4_GROUP, Fp8Weight, Int4Weight, Int8Weight
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -193,7 +193,15 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5"),
     ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a number > 0"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config="),
+    (
+        {"quantization_config": {"quant_method": "hqq"}},
+        "quant_method 'hqq' is not supported; supported are compressed-",
+    ),
+    (
+        {"quantization_config": {"quant_method": "awq", "bits": 3}},
+        "quantization_config of awq: bits=3 is not supported",
+    ),
+    ({"quantization_config": ["awq"]}, "quantization_config must be an object"),
     ({"text_config": {"hidden_size": 3}}, "text_config="),
     ({"num_local_experts": 8}, "num_local_experts=8"),
     ({"hidden_size": None}, "has no hidden_size"),

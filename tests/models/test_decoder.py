@@ -72,6 +72,7 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "cohere2": ("cohere2", {}),
     "cohere2-biases": ("cohere2", {"attention_bias": True, "logit_scale": 0.3}),
     "gemma2": ("gemma2", {}),
+    "gemma2-low-caps": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-biases": ("gemma2", {"attention_bias": True, "hidden_activation": "gelu"}),
     "gemma3": ("gemma3_text", {}),

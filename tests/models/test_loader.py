@@ -208,7 +208,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_places_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ModelNotFoundError, match="is a file; give the directory"):
+    with pytest.raises(ModelNotFoundError, match="is a file that is no GGUF; give the directory"):
         resolve_model(str(tmp_path / "file"))
     for name in (str(tmp_path / "none"), "./none", "a/b/c", "~/none-such"):
         with pytest.raises(ModelNotFoundError, match="there is no such directory"):

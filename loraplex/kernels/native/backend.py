@@ -1,4 +1,4 @@
-"""The native CPU backend: activations in float32, weights in any of float32, float16, bfloat16 and int8.
+"""The native CPU backend: activations in float32, weights in any of float32, float16, bfloat16, int8 and int4.
 
 Every result row is a function of that row's own inputs, bit for bit: not of its neighbours in the batch, the chunking
 of a prompt or the number of threads (csrc/linear.cpp and its siblings say how).
@@ -26,18 +26,22 @@ from loraplex.kernels.native.board import MAX_RANKS, RankBoard, board_nbytes
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import (
     FORMATS,
+    INT4_GROUP_SIZE,
     PACKED_FORMAT,
     PanelWeight,
     embedding,
+    keep_linear,
     linear,
     pack_linear,
     pack_panels,
     panel_rows,
     panel_shape,
+    round_int4,
     row_norms,
 )
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.quantized_weights import Fp8Weight, QuantizedSpecification
 from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule
@@ -49,7 +53,7 @@ class NativeBackend(TorchBackend):
     """C++ kernels on `num_threads` threads."""
 
     name = "native"
-    quantizations = ("int8",)
+    quantizations = ("int8", "int4")
     packed_format = PACKED_FORMAT
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
@@ -169,14 +173,22 @@ class NativeBackend(TorchBackend):
         lora.scale_input(self.library, x, plan, table, row, self.num_threads)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
+        if quantization == "int4":
+            return self.keep_linear(round_int4(self.library, weight, INT4_GROUP_SIZE, self.num_threads))
         dtype = torch.int8 if quantization == "int8" else weight.dtype
         return pack_linear(self.library, weight, dtype, self.num_threads)
 
+    def keep_linear(self, weight: QuantizedSpecification) -> PanelWeight | None:
+        if isinstance(weight, Fp8Weight):
+            return None
+        return keep_linear(self.library, weight, self.num_threads)
+
     def linear_tensors(self, weight: PanelWeight) -> dict[str, torch.Tensor]:
-        return {"panels": weight.panels} | ({} if weight.scale is None else {"scale": weight.scale})
+        tensors = {"panels": weight.panels, "scale": weight.scale, "zero": weight.zero}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> PanelWeight:
-        return PanelWeight.over(tensors["panels"], tensors.get("scale"), *shape)
+        return PanelWeight.over(tensors["panels"], tensors.get("scale"), *shape, tensors.get("zero"))
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, PanelWeight):

@@ -35,6 +35,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
         _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT,
     ),
     "loraplex_pack_linear": (_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "loraplex_pack_groups": (_INT, _POINTER, _LONG, _LONG, _POINTER, _INT),
+    "loraplex_round_int4": (_POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
     "loraplex_row_norms": (
         _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _POINTER,
     ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.quantized_weights import GROUP_SIZES, GroupWeight, Int4Weight, Int8GroupWeight, Int8Weight
 
 PANEL = 16
 PACKED_FORMAT = "panels16.1"
@@ -14,16 +17,44 @@ PACKED_FORMAT = "panels16.1"
 COLUMN_PLACES = {torch.bfloat16: torch.arange(PANEL).view(PANEL // 2, 2).t().flatten()}
 """Where column c of a panel lies, for dtypes that do not keep the columns in order."""
 
-FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 4}
 """Dtype of the stored weight -> csrc/api.h's Format."""
+
+INT8_GROUPS = 5
+"""The format of int8 with scales [panels, groups, 16]."""
+
+WORD = 4
+"""Bytes; a step of a panel in groups is a word of each column."""
+
+INT4_GROUP_SIZE = 64
+"""Of weights that are quantised here (docs/quantization.md has what others err)."""
+
+F16_SCALE_LIMITS = 2.0**-14, 65504.0
+"""A weight whose largest scale is outside of them has scales in float32."""
+
+
+class GroupScales(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scale", "zero")),
+        *((name, ctypes.c_int64) for name in ("size", "count")),
+        ("format", ctypes.c_int32),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight [out, in] in panels. `scale` [out] float32 for int8, else None. Addresses are those of the tensors."""
+    """A weight [out, in] in panels. Addresses are those of the tensors, or of `groups`.
+
+    scale: of int8 float32 [out]; of a weight in groups float32 or float16 [panels, groups, 16]; else None. zero: int8
+    [panels, groups, 16], or None.
+    """
 
     panels: torch.Tensor
     scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    groups: GroupScales | None
     out_features: int
     in_features: int
     format: int
@@ -31,17 +62,31 @@ class PanelWeight:
     scale_address: int
 
     @classmethod
-    def over(cls, panels: torch.Tensor, scale: torch.Tensor | None, out_features: int, in_features: int) -> PanelWeight:
+    def over(
+        cls,
+        panels: torch.Tensor,
+        scale: torch.Tensor | None,
+        out_features: int,
+        in_features: int,
+        zero: torch.Tensor | None = None,
+    ) -> PanelWeight:
         """Panels that were packed before, of the dtype of `panels`."""
-        return cls(
-            panels,
-            scale,
-            out_features,
-            in_features,
-            FORMATS[panels.dtype],
-            panels.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-        )
+        groups, scale_address = None, 0 if scale is None else scale.data_ptr()
+        is_grouped = scale is not None and scale.dim() == 3
+        if scale is not None and is_grouped:
+            zero_address = None if zero is None else zero.data_ptr()
+            count = scale.shape[1]
+            groups = GroupScales(
+                scale_address, zero_address, group_size_of(in_features, count), count, FORMATS[scale.dtype]
+            )
+            scale_address = ctypes.addressof(groups)
+        number = INT8_GROUPS if is_grouped and panels.dtype == torch.int8 else FORMATS[panels.dtype]
+        return cls(panels, scale, zero, groups, out_features, in_features, number, panels.data_ptr(), scale_address)
+
+
+def group_size_of(in_features: int, num_groups: int) -> int:
+    """The size of groups by their number; where there is one group, any size is right."""
+    return next(size for size in GROUP_SIZES if -(-in_features // size) == num_groups)
 
 
 def pack_linear(library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype, num_threads: int) -> PanelWeight:
@@ -65,6 +110,77 @@ def pack_linear(library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype
     return packed
 
 
+def keep_linear(library: NativeLibrary, weight: Int8Weight | GroupWeight, num_threads: int) -> PanelWeight | None:
+    """Pack the integers and scales as they are; None: groups of another size than kernels read."""
+    out_features, in_features = weight.q.shape
+    if isinstance(weight, Int8Weight):
+        num_pairs = -(-in_features // 2)
+        padded = F.pad(weight.q, (0, 2 * num_pairs - in_features, 0, -out_features % PANEL))
+        panels = padded.view(-1, PANEL, num_pairs, 2).transpose(1, 2).contiguous()
+        return PanelWeight.over(panels.view(len(panels), -1, PANEL), weight.scale.float(), out_features, in_features)
+    if weight.group_size not in GROUP_SIZES:
+        return None
+    num_bits = 4 if isinstance(weight, Int4Weight) else 8
+    num_steps = -(-in_features // (8 * WORD // num_bits))
+    panels = torch.empty(-(-out_features // PANEL), num_steps, PANEL * WORD, dtype=weight.q.dtype)
+    zero = None if weight.zero is None else _by_panels(weight.zero.to(torch.int8))
+    packed = PanelWeight.over(panels, _by_panels(kept_scale(weight.scale)), out_features, in_features, zero)
+    q = weight.q.contiguous()
+    library.functions.loraplex_pack_groups(
+        packed.format, q.data_ptr(), out_features, in_features, packed.address, num_threads
+    )
+    return packed
+
+
+def kept_scale(scale: torch.Tensor) -> torch.Tensor:
+    """In float16 where that changes none, else in float32."""
+    half = scale.to(torch.float16)
+    return half if torch.equal(half.float(), scale.float()) else scale.float()
+
+
+def _by_panels(of_groups: torch.Tensor) -> torch.Tensor:
+    """[out, groups] -> [panels, groups, 16], zeros behind the last column."""
+    padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % PANEL))
+    return padded.view(-1, PANEL, of_groups.shape[1]).transpose(1, 2).contiguous()
+
+
+def round_int4(library: NativeLibrary, weight: torch.Tensor, group_size: int, num_threads: int) -> Int4Weight:
+    """`weight` [out, in] in 4 bits, each group with the scale of least squared error among a dozen (csrc/pack.cpp)."""
+    out_features, in_features = weight.shape
+    source = weight.to(torch.float32).contiguous()
+    q = torch.empty(out_features, in_features, dtype=torch.uint8)
+    scale = torch.empty(out_features, -(-in_features // group_size))
+    least, largest = F16_SCALE_LIMITS
+    is_f16 = least <= float(source.abs().max()) / 8 <= largest / 2
+    library.functions.loraplex_round_int4(
+        source.data_ptr(),
+        out_features,
+        in_features,
+        group_size,
+        FORMATS[torch.float16 if is_f16 else torch.float32],
+        q.data_ptr(),
+        scale.data_ptr(),
+        num_threads,
+    )
+    return Int4Weight(q, scale, None, group_size)
+
+
+def group_rows(weight: PanelWeight, row_ids: torch.Tensor) -> torch.Tensor:
+    """The rows row_ids int64 [T] of a weight in groups: float32 [T, in], the numbers that its integers stand for."""
+    assert weight.groups is not None
+    assert weight.scale is not None
+    panel, column = row_ids // PANEL, row_ids % PANEL
+    words = weight.panels.view(torch.int32).view(*weight.panels.shape[:2], PANEL)[panel, :, column]
+    num_bits = 8 if weight.format == INT8_GROUPS else 4
+    places = torch.arange(32 // num_bits, dtype=torch.int32)
+    shifts = places // 2 * num_bits + places % 2 * 16
+    q = (words[:, :, None] >> shifts & (1 << num_bits) - 1).flatten(1)[:, : weight.in_features]
+    kind = Int4Weight if num_bits == 4 else Int8GroupWeight
+    scale = weight.scale[panel, :, column]
+    zero = None if weight.zero is None else weight.zero[panel, :, column]
+    return kind(q.to(kind.Q_DTYPE), scale, zero, weight.groups.size).rows(0, len(row_ids))
+
+
 def panel_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
     """Of the panels of a weight [out, in] of a float format."""
     return -(-out_features // PANEL), in_features, PANEL
@@ -74,9 +190,10 @@ def panel_rows(weight: PanelWeight, first: int, last: int) -> PanelWeight | None
     """Rows [first, last) of a weight [out, in], over the same memory; None where they do not begin with a panel."""
     if first % PANEL:
         return None
-    scale = None if weight.scale is None else weight.scale[first:last]
-    panels = weight.panels[first // PANEL : -(-last // PANEL)]
-    return PanelWeight.over(panels, scale, last - first, weight.in_features)
+    panels = slice(first // PANEL, -(-last // PANEL))
+    scale = None if weight.scale is None else weight.scale[slice(first, last) if weight.groups is None else panels]
+    zero = None if weight.zero is None else weight.zero[panels]
+    return PanelWeight.over(weight.panels[panels], scale, last - first, weight.in_features, zero)
 
 
 def pack_panels(library: NativeLibrary, weight: torch.Tensor, panels: torch.Tensor) -> None:
@@ -115,7 +232,12 @@ def linear(
 
 
 def embedding(token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
-    """The rows token_ids int64 [T] of the weight [out, in] that was packed (a float format): [T, in] in its dtype."""
+    """The rows token_ids int64 [T] of the weight [out, in] that was packed: [T, in] in its dtype.
+
+    Of a weight in groups they are float32. Not of int8, whose rows are not those that were packed.
+    """
+    if weight.groups is not None:
+        return group_rows(weight, token_ids)
     assert weight.scale is None
     column = token_ids % PANEL
     if weight.panels.dtype in COLUMN_PLACES:

@@ -267,7 +267,7 @@ class Recorder:
         assert all(self._scratch(tensor) for tensor in (q, k, v))
         call = rotary_call(q, k, v, cos, kv_layer, self._num_threads, is_interleaved)
         self._alive.append(call)
-        self._add("rotary_write_kv", ctypes.addressof(call), size=(cos.storage_offset(),))
+        self._add("rotary_write_kv", ctypes.addressof(call), size=(int(cos.storage_offset()),))
         return q
 
     def paged_attention(

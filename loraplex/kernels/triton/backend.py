@@ -16,6 +16,7 @@ from loraplex.errors import ConfigError, EngineError
 from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
@@ -172,6 +173,10 @@ class TritonBackend(GpuPacking, TorchBackend):
         if quantization is None:
             return super().prepare_linear(weight)
         return QuantizedWeight.of(weight, quantization)
+
+    def keep_linear(self, weight: QuantizedSpecification) -> QuantizedWeight | None:
+        kept = QuantizedWeight.keeping(weight)
+        return kept if kept is not None and kept.quantization in self.quantizations else None
 
     def linear_tensors(self, weight: torch.Tensor | QuantizedWeight) -> dict[str, torch.Tensor]:
         if isinstance(weight, QuantizedWeight):

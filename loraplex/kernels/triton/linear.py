@@ -22,7 +22,7 @@ from loraplex.kernels.quantized_linear import (
     fp8_linear,
     linear_of_many_rows,
 )
-from loraplex.kernels.reference import INT4_GROUP
+from loraplex.kernels.quantized_weights import INT4_GROUP
 from loraplex.kernels.triton.launch import GpuTarget, Launcher
 
 FEW_ROWS = 512

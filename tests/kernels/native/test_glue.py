@@ -36,7 +36,11 @@ def all_ops(native: NativeBackend, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (
         native.rms_norm(x, weight, 1e-5),
         *native.add_rms_norm(x.clone(), x.flip(1), weight, 1e-5),
+        *native.add_rms_norm(x.clone(), x.flip(1), weight, 1e-5, 0.3),
+        native.add_scaled(x, x.flip(1), 0.3),
+        *(native.layer_norm(x, weight, bias, 1e-5) for bias in (None, weight.flip(0))),
         native.silu_mul(x),
+        *(native.gelu(x, is_tanh, has_up) for is_tanh in (False, True) for has_up in (False, True)),
     )
 
 
@@ -115,6 +119,23 @@ def test_silu_is_accurate_everywhere(native: NativeBackend) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- NaN and Inf
+
+
+@pytest.mark.parametrize("is_tanh", [False, True])
+def test_gelu_is_accurate_everywhere(native: NativeBackend, is_tanh: bool) -> None:
+    x = torch.cat([torch.linspace(-30, 30, 100_001), torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38])])[None]
+    expected = F.gelu(x.double(), approximate="tanh" if is_tanh else "none")
+    got = native.gelu(x, is_tanh, has_up=False).double()
+    assert ((got - expected).abs() <= 4e-7 * x.double().abs().clamp(1e-30, 8)).all()
+    assert native.gelu(torch.tensor([[torch.nan]]), is_tanh, has_up=False).isnan().all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_layer_norm(native: NativeBackend, size: int) -> None:
+    x, weight, bias = 3 * draw(5, size + 3)[:, 2 : 2 + size] + 2, draw(size, seed=1), draw(size, seed=2)
+    for own in (None, bias):
+        expected = F.layer_norm(x.double(), (size,), weight.double(), None if own is None else own.double(), 1e-5)
+        assert_close(native.layer_norm(x, weight, own, 1e-5), expected, torch.float32)
 
 
 def test_rms_norm_of_extremes_is_the_reference(native: NativeBackend) -> None:

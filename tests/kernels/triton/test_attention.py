@@ -314,6 +314,16 @@ def test_tiles_hold_each_query_once_the_longest_first(sequences: list[tuple[int,
     assert num_keys == sorted(num_keys, reverse=True)
 
 
+@pytest.mark.parametrize("lengths", [([1, 1], [600, 20]), ([20, 3, 1], [20, 100, 9])])
+def test_soft_caps(lengths: tuple[list[int], list[int]]) -> None:
+    rig, backend = Rig(*lengths), TritonBackend(CPU)
+    stored = [(keys.to(rig.kv.dtype), values.to(rig.kv.dtype)) for keys, values in rig.context]
+    for softcap, window in ((0.5, None), (20.0, 30)):
+        got = backend.paged_attention(rig.q, rig.kv[:, LAYER], rig.plan, rig.scale, window, softcap)
+        assert_close(got, expected_attention(rig.q, rig.plan, stored, rig.scale, window, softcap))
+    assert not backend.fallbacks()
+
+
 # -------------------------------------------------------------------------------------------------------------- backend
 
 

@@ -84,6 +84,43 @@ def test_add_rms_norm(
     assert not backend.fallbacks()
 
 
+def test_a_scaled_sum_and_a_wide_weight(backend: TritonBackend, generator: torch.Generator, dtype: torch.dtype) -> None:
+    x, residual = draw(generator, dtype, 2, 5, 96)
+    weight = draw(generator, FP32, 96)
+    expected, total = REFERENCE.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, 0.3)
+    normed, got = backend.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, 0.3)
+    assert normed.dtype == dtype
+    assert_close(got, total)
+    assert_close(normed, expected)
+    assert_close(backend.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+    assert not backend.fallbacks()
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (64, 16), (80, 60), (24, 0)])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_positions_of_a_part_of_a_head_and_of_neighbours(
+    backend: TritonBackend,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    is_interleaved: bool,
+) -> None:
+    q, k, v = draw(generator, dtype, 7, 5, head_dim).split_with_sizes([3, 1, 1], dim=1)
+    angles = draw(generator, FP32, 7, rotary_dim // 2).repeat(1, 2)
+    cos, sin = (torch.nn.functional.pad(t.to(dtype), (3, 9))[:, 3:-9] for t in (angles.cos(), angles.sin()))
+    kv = poisoned_kv(2, 1, BLOCK_SIZE, head_dim, dtype)
+    expected_kv, slots = kv.clone(), torch.randperm(2 * BLOCK_SIZE, generator=generator)[:7]
+    place = expected_kv[:, LAYER], slots, is_interleaved
+    expected = REFERENCE.rotary_write_kv(q.clone(), k.clone(), v, cos, sin, *place)
+    got = backend.rotary_write_kv(q.clone(), k.clone(), v, cos, sin, kv[:, LAYER], slots, is_interleaved)
+    assert not backend.fallbacks()
+    assert_close(got, expected)
+    written = expected_kv.isfinite()
+    assert same_bits(written, kv.isfinite())
+    assert_close(kv[written], expected_kv[written], dtype)
+
+
 @pytest.mark.parametrize("size", [37, 64, 2100])
 def test_silu_mul(backend: TritonBackend, generator: torch.Generator, dtype: torch.dtype, size: int) -> None:
     gate_up = 4 * draw(generator, dtype, 3, 2 * size + 4)[:, :-4]
