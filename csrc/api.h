@@ -92,8 +92,8 @@ struct LoraSource {
 
 // A linear of one expert. table: of its adapters; null: there are none.
 struct ExpertLinear {
-  const void* weight;
-  const float *scale, *bias;
+  const void *weight, *scale;
+  const float* bias;
   const LoraTable* table;
   int64_t format;
 };

@@ -26,6 +26,8 @@ FAMILIES = ("mixtral", "qwen2_moe")
 def test_experts_over_two_ranks(zoo: ModelZoo, tmp_path: Path, family: str, is_full: bool) -> None:
     base = zoo.base(family)
     paths = dict(adapters(zoo, base, tmp_path))
+    if family == "qwen2_moe":  # peft does not read these of it
+        paths = {name: path for name, path in paths.items() if not name.startswith("modules")}
     cases = [(None, zoo.fit_case(base, length=40, num_tokens=NUM_TOKENS))]
     cases += [(name, zoo.fit_case(base, path, length=12, num_tokens=NUM_TOKENS)) for name, path in paths.items()]
     with opened(base, 2, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
