@@ -177,7 +177,10 @@ def _elementwise_cases(ops: KernelBackend, shapes: KernelShapes, inputs: _Inputs
         "add_rms_norm": _Case(
             f"{rows} x {hidden}", lambda: ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
         ),
+        "add_scaled": _Case(f"{rows} x {hidden}", lambda: ops.add_scaled(x, residual.clone(), 0.5)),
+        "layer_norm": _Case(f"{rows} x {hidden}", lambda: ops.layer_norm(x, weight, None, 1e-6)),
         "silu_mul": _Case(f"{rows} x {inner}", lambda: ops.silu_mul(gate_up)),
+        "gelu": _Case(f"{rows} x {inner}", lambda: ops.gelu(gate_up, is_tanh=True, has_up=True)),
     }
 
 
