@@ -85,12 +85,12 @@ class ExpertBase:
                 if target.parameter:
                     parameters[target.slices[0].module_name] = target.parameter
                 continue
-            part, first = target.expert, 0
+            (index, count), first = target.expert, 0
             for s in target.slices:
-                cut = ExpertCut(part.index, part.count, first, first + s.full_out_features)
+                cut = ExpertCut(index, count, first, first + s.full_out_features)
                 found.setdefault(target.parameter, []).append((s.module_name, cut))
                 first += s.full_out_features
-            sizes[target.parameter] = target.full_in_features, first, part.count
+            sizes[target.parameter] = target.full_in_features, first, count
         stacks = {name: ExpertStack(name, *sizes[name], tuple(modules)) for name, modules in found.items()}
         return cls(stacks, parameters, {name.removesuffix(".weight"): module for module, name in parameters.items()})
 

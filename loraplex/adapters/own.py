@@ -31,7 +31,8 @@ WITHOUT_HEAD = (Kind.IA3,)
 class BaseModule:
     """One module of the base model under its checkpoint name; sizes are the whole checkpoint's.
 
-    is_tied: of a head, whether its weight is the embedding's. is_lora_only, is_expert: as of its LoraTarget.
+    is_tied: of a head, whether its weight is the embedding's. is_lora_only, is_expert: whether its target has a
+    parameter, an expert.
     """
 
     in_features: int
@@ -50,7 +51,7 @@ class BaseModule:
                 part.module_name,
                 cls(
                     *(*sizes, part.has_bias, target.kind, target.is_tied),
-                    *(target.is_lora_only, target.expert is not None),
+                    *(bool(target.parameter), target.expert is not None),
                 ),
             )
 

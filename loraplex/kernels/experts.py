@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
-
-if TYPE_CHECKING:
-    from loraplex.kernels.protocols import LayerOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,26 @@ def plan_of_rows(plan: LoraPlan, rows: torch.Tensor) -> LoraPlan:
     return LoraPlan.build(segments, len(rows), max(1, len(segments)), rows.device)
 
 
+class ProductOps(Protocol):
+    """What a backend's own operators make of the products of an expert (LayerOps has what each computes)."""
+
+    def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+    ) -> None: ...
+
+
 def experts(
-    ops: LayerOps, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None
+    ops: ProductOps, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None
 ) -> torch.Tensor:
     """`LayerOps.experts` of other operators: expert by expert, in ascending order."""
     chosen, factors = route(logits, layer.top_k, layer.normalizes)

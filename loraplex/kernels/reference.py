@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,13 @@ from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
 from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.checksum import checksums
-from loraplex.kernels.experts import ExpertLora, Experts, experts
+from loraplex.kernels.experts import ExpertLora, Experts, ProductOps, experts
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.quantized_weights import SPECIFICATIONS, QuantizedSpecification
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.metrics import KernelFallback
-
-if TYPE_CHECKING:
-    from loraplex.kernels.protocols import LayerOps
 
 
 def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> torch.dtype:
@@ -283,7 +280,7 @@ class StockWeights:
         return ranks.sum(part)
 
     def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
-        return experts(cast("LayerOps", self), x, logits, layer, lora)
+        return experts(cast(ProductOps, self), x, logits, layer, lora)
 
     def add_gated(self, y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return y + torch.sigmoid(gate) * x

@@ -156,7 +156,8 @@ class ReplicatedLinear(ParallelLinear):
     ) -> None:
         slices = stack_slices([(name, out_features)], [out_features], has_bias)
         kind = ShardKind.REPLICATED
-        target = LoraTarget(name, layer, in_features, in_features, slices, kind, setup.shard, is_lora_only=True)
+        parameter = f"{name}.weight"
+        target = LoraTarget(name, layer, in_features, in_features, slices, kind, setup.shard, parameter=parameter)
         super().__init__(target, has_bias, replace(setup, quantization=None))
 
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from loraplex.core import ExpertPart
 from loraplex.kernels.experts import ExpertLinear, ExpertLora, Experts
 from loraplex.kernels.plan import LoraPlan
 from loraplex.layers.common import LayerSetup
@@ -93,8 +92,7 @@ class SparseMLP:
                 (first, f"{stacked}.gate_up_proj", self.gate_up),
                 (last, f"{stacked}.down_proj", self.down),
             ):
-                part = ExpertPart(index, sizes.num_experts)
-                linear.target = replace(linear.target, is_lora_only=True, expert=part, parameter=parameter)
+                linear.target = replace(linear.target, expert=(index, sizes.num_experts), parameter=parameter)
                 into.append(linears.add(linear))
         self.shared = shared
         self.shared_gate: Linear | None = None
