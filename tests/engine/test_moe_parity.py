@@ -16,10 +16,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loraplex import LLM
+from loraplex.adapters.merging.dominance import DominanceRule
 from loraplex.kernels.ops import get_backend
+from loraplex.models import dominant
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from tests.engine.test_parity import BLOCK_SIZE, PROMPT_LENGTHS, FamilyCases, ParityCase, generate, start
+from tests.engine.test_dominant import Served
+from tests.engine.test_parity import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    PROMPT_LENGTHS,
+    FamilyCases,
+    ParityCase,
+    generate,
+    start,
+)
 from tests.fixtures import MOE_FAMILIES, NUM_TOKENS, ModelZoo
 
 BACKENDS = ("native", "torch")
@@ -148,3 +160,25 @@ def test_more_adapters_than_device_room(family: FamilyCases) -> None:
         generate(llm, list(reversed(family.cases)))
         assert llm.stats().memory.evictions["device_room"] > 0
         assert llm.stats().memory.resident_bytes["device"] <= room
+
+
+def test_merged_into_the_base_or_while_it_dominates(zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one with `merge_adapter`, and as the copy that the dominant adapter is merged into."""
+    import peft
+
+    base = zoo.base("qwen2_moe")
+    options = {"target_parameters": ["mlp.gate.weight", "experts.gate_up_proj", "experts.down_proj"]}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    path = zoo.adapter(base, config, seed=9)
+    case = zoo.fit_case(base, path)
+    with LLM(str(base), enable_lora=False, merge_adapter=str(path), max_model_len=MAX_MODEL_LEN) as llm:
+        generate(llm, [ParityCase("merged", case)])
+    monkeypatch.setattr(dominant, "DominanceRule", lambda: DominanceRule(window=4, bytes_per_s=math.inf))
+    monkeypatch.setattr(dominant, "MIN_GAIN", 0.0)
+    with Served(base) as served:
+        served.load("a", path)
+        served.merge("a")
+        assert served.steps_of(case.prompt_token_ids, "a") > 0
+        assert served.say(case.prompt_token_ids, "a", max_tokens=NUM_TOKENS) == case.output_token_ids
+        other = zoo.fit_case(base)
+        assert served.say(other.prompt_token_ids, max_tokens=NUM_TOKENS) == other.output_token_ids
