@@ -124,6 +124,8 @@ class Family:
             {
                 "blocks side by side": self.is_parallel,
                 "no gate": not self.is_gated,
+                "experts": self.experts is not None,
+                "shared expert": self.experts is not None and bool(self.experts.shared_size),
                 "scaled embedding": self.scales_embedding or "embedding_multiplier" in self.honoured,
                 "scaled residual": "residual_multiplier" in self.honoured,
                 "scaled logits": not {"logit_scale", "logits_scaling"}.isdisjoint(self.honoured),
@@ -139,6 +141,8 @@ class Family:
         """Names of a layer's linears, as adapters have them."""
         attention = ("qkv_proj",) if self.is_qkv_fused else ("q_proj", "k_proj", "v_proj")
         gate, up, down = self.mlp_modules
+        if self.experts is not None:
+            return (*attention, "o_proj", "gate", *self.experts.names.modules)
         first = ("gate_up_proj",) if self.is_gate_up_fused else (gate, up)
         return tuple(name for name in (*attention, "o_proj", *first, down) if name)
 
