@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,12 @@ def _row(kind: str, base: Sequence[float], own: Sequence[float]) -> Row:
     return Row(kind, statistics.median(base), statistics.median(own), middle, low, high)
 
 
-def table_of(rows: Sequence[Row], title: str) -> Table:
+def table_of(rows: Sequence[Row], title: str, targets: Mapping[str, float | None] = TARGETS) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in ("kind", "base ms", "step ms", "speed", "quartiles", "target", "verdict"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
     for row in rows:
-        target = TARGETS[row.kind]
+        target = targets[row.kind]
         table.add_row(
             row.kind,
             f"{row.base_ms:.2f}",

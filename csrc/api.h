@@ -91,6 +91,21 @@ struct LoraSource {
   int64_t a_stride, b_stride, a_format, b_format, rank, out, a_rows, b_rows;
 };
 
+// A linear of one expert. table: of its adapters; null: there are none.
+struct ExpertLinear {
+  const void *weight, *scale;
+  const float* bias;
+  const LoraTable* table;
+  int64_t format;
+};
+
+// What experts.cpp needs of a layer, the same for all steps. inner: of one expert, what this rank has of it.
+struct ExpertsCall {
+  const ExpertLinear* linears;  // [experts][2]: gate and up, down
+  int64_t experts, top_k, hidden, inner;
+  int32_t normalizes, threads;
+};
+
 // What the threads of all calls (team.h) have seen since the process began; seconds.
 struct TeamStats {
   double computed, waited;  // of calling threads in parallel regions: at work, waiting for parts of other threads
@@ -101,7 +116,7 @@ struct TeamStats {
 // The operators that a program (loraplex/kernels/native/program.py) is made of, as `name` of Operator there.
 enum Operator : int32_t {
   kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kScaleInput,
-  kSumRanks, kLayerNorm, kAddScaled, kGelu, kOperators
+  kSumRanks, kLayerNorm, kAddScaled, kGelu, kExperts, kAddGated, kOperators
 };
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.

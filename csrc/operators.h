@@ -32,3 +32,8 @@ LORAPLEX_API void loraplex_silu_mul(const float* x, int64_t x_stride, int64_t ro
 LORAPLEX_API void loraplex_gelu(const float* x, int64_t x_stride, int64_t rows, int64_t size, int32_t is_tanh,
                                 int32_t has_up, float* y, int32_t threads);
 LORAPLEX_API void loraplex_sum_ranks(loraplex::RankBoard* board, float* y, int64_t count);
+LORAPLEX_API void loraplex_experts(const loraplex::ExpertsCall* call, const float* x, int64_t x_stride,
+                                   const float* logits, int64_t logits_stride, int64_t rows,
+                                   const loraplex::LoraSegments* segments, float* scratch, float* y);
+LORAPLEX_API void loraplex_add_gated(const float* x, int64_t x_stride, const float* gate, int64_t gate_stride,
+                                     int64_t rows, int64_t size, float* y, int64_t y_stride, int32_t threads);

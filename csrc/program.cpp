@@ -48,6 +48,11 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
       return loraplex_add_scaled(in(0), size[0], out(1), size[1], step.rows, size[2], scale, threads);
     case kGelu:  // x, y; stride, size, is_tanh, has_up
       return loraplex_gelu(in(0), size[0], step.rows, size[1], size[2], size[3], out(1), threads);
+    case kExperts:  // an ExpertsCall, x, logits, scratch, y; strides of x and logits
+      return loraplex_experts((const ExpertsCall*)at[0], in(1), size[0], in(2), size[1], step.rows, step.segments,
+                              out(3), out(4));
+    case kAddGated:  // x, gate, y; their strides, size
+      return loraplex_add_gated(in(0), size[0], in(1), size[1], step.rows, size[3], out(2), size[2], threads);
   }
 }
 

@@ -83,8 +83,7 @@ class LoRARequest:
         return self.lora_path
 
 
-MAX_MIX_ADAPTERS = 8
-MAX_MIX_WEIGHT = 100.0
+MAX_MIX_ADAPTERS, MAX_MIX_WEIGHT = 8, 100.0
 
 LoRAMix = tuple[tuple[LoRARequest, float], ...]
 """Adapters that one prompt goes through together, in this order, each with its weight."""
@@ -298,9 +297,7 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What `LLM.generate` returns per prompt, `LLM.step` per request, and `AsyncEngine.generate` yields; cumulative.
-
-    `error` is why a request failed, from `LLM.step` alone: the others raise it.
-    """
+    `error` is why a request failed, from `LLM.step` alone: the others raise it."""
 
     request_id: str
     prompt: str | None
@@ -365,7 +362,8 @@ class LoraTarget:
     name: dotted name of the (fused) linear, e.g. `model.layers.0.self_attn.qkv_proj`; layer: index of the decoder
     layer; in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are
     sliced. is_tied: of a head, whether its weight is the embedding's. is_fully_sharded: A and B are cut finer than the
-    linear (loraplex/distributed.py).
+    linear (loraplex/distributed.py). expert, parameter: which of how many, and peft's name of its weight, or of all
+    experts' (adapters/experts.py); on what has one of these no other kind acts than LoRA, and no own weight.
     """
 
     name: str
@@ -377,6 +375,8 @@ class LoraTarget:
     shard: Shard = Shard()
     is_tied: bool = False
     is_fully_sharded: bool = field(default=False, repr=False)
+    expert: tuple[int, int] | None = field(default=None, repr=False)
+    parameter: str = field(default="", repr=False)
 
     @property
     def is_linear(self) -> bool:

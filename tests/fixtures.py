@@ -43,6 +43,7 @@ MORE_FAMILIES = (*("cohere2", "gemma2", "gemma3_text", "glm4", "granite", "olmo2
 REFERENCE_FAMILIES = FAMILIES[:2]
 """The reference is slow: a family with a window and one with biases show its branches. They are the first: pytest then
 makes a module's fixture of FAMILIES once for all of its tests."""
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 NUM_TOKENS = 64
@@ -175,6 +176,8 @@ _CONFIG_CLASSES = {
     **{"cohere2": "Cohere2Config", "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig", "glm4": "Glm4Config"},
     **{"granite": "GraniteConfig", "olmo2": "Olmo2Config", "phi3": "Phi3Config", "smollm3": "SmolLM3Config"},
     "starcoder2": "Starcoder2Config",
+    **{"mixtral": "MixtralConfig", "qwen2_moe": "Qwen2MoeConfig", "qwen3_moe": "Qwen3MoeConfig"},
+    "olmoe": "OlmoeConfig",
 }
 _BASE_OPTIONS: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -205,6 +208,12 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"sliding_window": 24},
     "smollm3": {"no_rope_layer_interval": 2},
     "starcoder2": {"norm_epsilon": 1e-5, "num_hidden_layers": 3},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    | {"shared_expert_intermediate_size": 80, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "norm_topk_prob": True}
+    | {"head_dim": 32},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
 }
 _FAMILY_GAINS: Mapping[str, Mapping[str, float]] = {
     "starcoder2": {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 1.2, "c_proj": 0.4},  # its MLP without a gate says one thing
@@ -434,7 +443,7 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.copy_(gain * (centre + 0.1 * torch.randn(parameter.shape)))
         else:
             own = (gain for part, gain in _FAMILY_GAINS.get(config.model_type, {}).items() if part in name)
-            parameter.normal_(0, next(own, _gain(name, depth)) / math.sqrt(parameter.shape[1]))
+            parameter.normal_(0, next(own, _gain(name, depth)) / math.sqrt(parameter.shape[-1]))
 
 
 def _gain(name: str, depth: float) -> float:
@@ -504,7 +513,8 @@ def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
             parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))
         elif "lora_B" in name and not name.endswith("bias"):
             scaling = layer.scaling["default"] / float(getattr(layer, "ranknum", {}).get("default", 1))
-            parameter.normal_(0, strength / (scaling * math.sqrt(parameter.shape[1])))
+            rank = parameter.shape[1] / getattr(layer, "num_experts", 1)
+            parameter.normal_(0, strength / (scaling * math.sqrt(rank)))
         elif "lora_E" in name:
             parameter.normal_(0, 1)
         elif "ia3_l" in name or "magnitude" in name:

@@ -19,7 +19,7 @@ from loraplex.config import MAX_CONTEXT, MAX_CONTEXT_FACTOR
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
 MAX_PATTERN_KEYS = 2**13
-"""Of rank_pattern and alpha_pattern each: nine for every linear of a model of 126 layers."""
+"""Of rank_pattern, alpha_pattern and target_parameters each: nine for every linear of a model of 126 layers."""
 
 MAX_FIELDS = 512
 
@@ -64,7 +64,7 @@ HONOURED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers
 HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora", "use_bdlora", "alora_invocation_tokens"}
 HONOURED |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
 HONOURED |= {"context_length", "vllm_max_position_embeddings", "vllm_long_context_scaling_factor"}
-HONOURED |= {"vllm_lora_scaling_factor"}
+HONOURED |= {"vllm_lora_scaling_factor", "target_parameters"}
 
 IGNORED_OF_ALL = {
     "task_type": "names the training task",
@@ -95,7 +95,6 @@ CONTEXT_FIELDS = ("context_length", "vllm_max_position_embeddings", "vllm_long_c
 _NO_CONTEXT = dict.fromkeys((*CONTEXT_FIELDS, "vllm_lora_scaling_factor"), "only a plain LoRA has it here")
 
 REFUSED = {
-    "target_parameters": "adapters on nn.Parameter (experts) are not supported yet; use target_modules",
     "layer_replication": f"a base model with repeated layers is another model; {_PLAIN} on the base as it is",
     "use_qalora": f"QALoRA pools the inputs and is not supported; {_PLAIN}",
     "arrow_config": "Arrow routing between adapters is not supported; serve the adapters by name",
@@ -155,6 +154,7 @@ TABLES: dict[Kind, FieldTable] = {
         {
             **REFUSED,
             **_NO_CONTEXT,
+            "target_parameters": "peft's AdaLoRA does not read it; set it to null",
             "trainable_token_indices": "trained tokens are served of LoRA and TRAINABLE_TOKENS; train one of them",
             "use_dora": "peft has no AdaLoRA with DoRA; set it to false",
             "use_bdlora": "peft has no block-diagonal AdaLoRA; set it to null",
@@ -213,6 +213,9 @@ _NOT_ACTIVATED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _BDLORA_DEFAULTS = {"target_modules_bd_a": None, "target_modules_bd_b": None, "nblocks": 1, "match_strict": True}
 _NOT_BLOCK_DIAGONAL = ("use_dora", "lora_bias", "alora_invocation_tokens")
 """Fields that cannot stand beside use_bdlora."""
+
+_NOT_OF_PARAMETERS = ("use_dora", "lora_bias", "use_bdlora", "fan_in_fan_out", "alora_invocation_tokens")
+"""Fields that cannot stand beside target_parameters."""
 
 
 def is_set(value: Any) -> bool:
@@ -322,12 +325,27 @@ class ConfigReader:
 
     # -------------------------------------------------------------------------------------------------- names, patterns
 
+    def target_parameters(self) -> tuple[str, ...]:
+        value = self.fields.get("target_parameters")
+        if not is_set(value):
+            return ()
+        listed: list[Any] = value if isinstance(value, list) else [None]
+        if len(listed) > MAX_PATTERN_KEYS or not all(isinstance(each, str) and each for each in listed):
+            self._refuse_value("target_parameters", f"a list of at most {MAX_PATTERN_KEYS} names of parameters")
+            return ()
+        for name in _NOT_OF_PARAMETERS:
+            if is_set(self.fields.get(name)):
+                text = f"{name}={shown(self.fields[name])} with target_parameters: peft does not load that"
+                self._refuse(name, f"{text}; train without one of them")
+        return tuple(sorted(set(listed)))
+
     def target_modules(self) -> tuple[str, ...] | str:
-        if self.fields.get("target_modules") is None:
+        has_parameters = is_set(self.fields.get("target_parameters"))
+        if self.fields.get("target_modules") is None and not has_parameters:
             self._refuse("target_modules", "target_modules is missing; list the modules that the adapter changes")
             return ()
         found = self.names_or_regex("target_modules")
-        if not found and "target_modules" not in self._refused:
+        if not (found or has_parameters or "target_modules" in self._refused):
             self._refuse("target_modules", "target_modules is empty: the adapter changes nothing")
         return found
 

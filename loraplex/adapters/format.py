@@ -117,6 +117,7 @@ class PEFTHelper:
     context_length: int = 0
     vllm_max_position_embeddings: int = 0
     vllm_long_context_scaling_factor: float = 0.0
+    target_parameters: tuple[str, ...] = ()
     is_other_method: bool = False
     verdicts: tuple[FieldVerdict, ...] = ()
     problems: tuple[str, ...] = ()
@@ -294,6 +295,15 @@ class PEFTHelper:
             excluded = self._excluded(module_names) | saved.keys()
             return frozenset(self._targeted(module_names)) - excluded
 
+    def match_parameters(self, names: Sequence[str]) -> frozenset[str]:
+        """The parameters that peft would put LoRA on: an entry is the name, or its end behind a dot."""
+        return frozenset(named_by(self.target_parameters, names)) if self.target_parameters else frozenset()
+
+    def unmatched_parameters(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Entries of target_parameters that name none of these."""
+        said = {suffix for name in names for suffix in dotted_suffixes(name)} if self.target_parameters else set()
+        return tuple(entry for entry in self.target_parameters if entry not in said)
+
     def match_saved(self, module_names: Sequence[str]) -> dict[str, frozenset[str]]:
         """Module -> the entries of modules_to_save that peft copies it for: the end of its name, or of a parent's,
         without regard to dots. Raises as `match_modules` does."""
@@ -362,7 +372,8 @@ class PEFTHelper:
         )
         kept = tuple((self.kept_ranks or {}).items())
         of_kind = feedforward, kept, self.decompose_both, self.decompose_factor
-        return self.canonical(), named, excluded, self.layers_to_transform, self.layers_pattern, of_kind
+        layers = self.layers_to_transform, self.layers_pattern
+        return self.canonical(), named, excluded, *layers, of_kind, self.target_parameters
 
     def canonical(self) -> bytes:
         """The fields that change the mathematics of given tensors, as JSON; keys sorted, patterns in their order.
@@ -426,6 +437,7 @@ def _of_lora(read: ConfigReader) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": alpha,
         **_targets(read),
+        "target_parameters": read.target_parameters(),
         **_layers(read),
         "rank_pattern": read.pattern("rank_pattern", RANK),
         "alpha_pattern": read.pattern("alpha_pattern", ALPHA),

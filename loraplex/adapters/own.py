@@ -31,7 +31,8 @@ WITHOUT_HEAD = (Kind.IA3,)
 class BaseModule:
     """One module of the base model under its checkpoint name; sizes are the whole checkpoint's.
 
-    is_tied: of a head, whether its weight is the embedding's.
+    is_tied: of a head, whether its weight is the embedding's. is_lora_only, is_expert: whether its target has a
+    parameter, an expert.
     """
 
     in_features: int
@@ -39,6 +40,8 @@ class BaseModule:
     has_bias: bool
     kind: ShardKind = ShardKind.REPLICATED
     is_tied: bool = False
+    is_lora_only: bool = False
+    is_expert: bool = False
 
     @classmethod
     def all_of(cls, target: LoraTarget) -> Iterator[tuple[str, BaseModule]]:
@@ -46,7 +49,10 @@ class BaseModule:
             sizes = target.full_in_features, part.full_out_features
             yield (
                 part.module_name,
-                cls(*sizes, part.has_bias, target.kind, target.is_tied),
+                cls(
+                    *(*sizes, part.has_bias, target.kind, target.is_tied),
+                    *(bool(target.parameter), target.expert is not None),
+                ),
             )
 
     @property

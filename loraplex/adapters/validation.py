@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
+from loraplex.adapters.experts import NO_EXPERTS, ExpertBase, ExpertStack
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import (
@@ -79,7 +80,7 @@ class TensorCheck:
     what each module that the configuration names is served as; inputs: those whose inputs IA3 multiplies; own: what is
     in place of the base's; extra_vocab_size: the most tokens that may be added.
     keeps_projections: whether VeRA's A and B are not multiplied out. is_whole: `base` has all modules of a base model,
-    not those alone that the file has.
+    not those alone that the file has. experts: what the base has of these; stacks: what of them the adapter is on.
     """
 
     helper: PEFTHelper
@@ -87,6 +88,8 @@ class TensorCheck:
     extra_vocab_size: int = 0
     keeps_projections: bool = False
     is_whole: bool = True
+    experts: ExpertBase = NO_EXPERTS
+    stacks: dict[str, ExpertStack] = field(default_factory=dict)
     names: dict[TensorName, TensorEntry] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -142,6 +145,7 @@ class TensorCheck:
         """Compare what was added with what is wanted."""
         self.reasons.extend(unused_reasons(self.unknown, self.helper.kind))
         try:
+            self._rename()
             if not self._is_foreign():
                 self._check()
         except AdapterValidationError as error:  # a pattern that cannot be matched
@@ -157,9 +161,11 @@ class TensorCheck:
         else:
             matched = helper.match_modules((*adaptable, *unsupported))
             self._check_targets(matched, adaptable, unsupported)
+        matched = self._with_parameters(matched)
         self.own = OwnParts(helper, self.base, self.names, matched & self.base.keys(), self.is_whole)
         matched = self.own.targeted
         self.reasons.extend(self.own.reasons)
+        self._check_lora_only(matched | self.own.saved)
         numbers = helper.numbers(sorted(matched))
         self.warnings.extend(numbers.warnings)
         self.reasons.extend(helper.unusable_scalings(numbers))
@@ -176,12 +182,13 @@ class TensorCheck:
                 self._check_module(module, rank)
             else:
                 self._missing_module(module)
+        self._check_stacks(matched)
         self._check_shared(matched)
         self._check_own(self.own)
         for name, entry in self.names.items():
             if name.part == "bias":
                 self._check_bias(name, entry, matched)
-            elif name.module and name.part not in OWN_PARTS and name.module not in matched:
+            elif name.module and name.part not in OWN_PARTS and name.module not in (*self.stacks, *matched):
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
         if self.keeps_projections:
@@ -293,19 +300,86 @@ class TensorCheck:
         modules = self._modules_in_file
         if self.helper.kind in (Kind.LN_TUNING, Kind.TRAINABLE_TOKENS):
             return False
-        known = {_layer_like(module, 0) for module in self.base} | set(UNSUPPORTED_BASE_MODULES)
+        ours = self.base.keys() | self.experts.stacks.keys() | self.experts.blocks
+        known = {_layer_like(module, 0) for module in ours} | set(UNSUPPORTED_BASE_MODULES)
         if not modules or any(_layer_like(module, 0) in known for module in modules):
             return False
         self.differences.append(f"none of its {len(modules)} modules is there, not {min(modules)!r}")
         return True
 
     def _check_targets(self, matched: frozenset[str], adaptable: tuple[str, ...], unsupported: tuple[str, ...]) -> None:
-        if not matched:
+        if not matched and not self.helper.target_parameters:
             self.reasons.append(f"target_modules={shown(self.helper.target_modules)} names no module of the base model")
         for entry in self.helper.unmatched_targets((*adaptable, *unsupported)) if self.is_whole else ():
             self.reasons.append(f"target_modules: {shown(entry)} names no module of the base model; remove it")
         text = "adapters on embeddings and the output layer are not supported yet"
         self.reasons.extend(f"target_modules names {module!r}: {text}" for module in unsupported if module in matched)
+
+    # ---------------------------------------------------------------------------------------------------------- experts
+
+    def _rename(self) -> None:
+        """Tensors of stacks of experts, and of routers, by the names that these have here."""
+        targeted = self.helper.match_parameters(tuple(self.experts.stacks))
+        self.stacks = {name: stack for name, stack in self.experts.stacks.items() if name in targeted}
+        for theirs, ours in list(self.experts.named(self.names, targeted)):
+            entry = self.names.pop(theirs)
+            first = self.names.setdefault(ours, entry)
+            if first is not entry:
+                self.reasons.append(f"tensors {first.name!r} and {entry.name!r} are the same part; keep one")
+
+    def _with_parameters(self, matched: frozenset[str]) -> frozenset[str]:
+        """With the linears whose weights target_parameters names; without experts and routers that target_modules names
+        as it names linears, if the file has none of them: transformers has no linears there, and peft wrapped none."""
+        helper, by_parameter = self.helper, {self.experts.parameter_of(module): module for module in self.base}
+        names = (*by_parameter, *self.experts.stacks)
+        for entry in helper.unmatched_parameters(names) if self.is_whole else ():
+            self.reasons.append(
+                f"target_parameters: {shown(entry)} names no weight of a linear or of experts; remove it"
+            )
+        for is_expert in (True, False):
+            group = {m for m in matched if m in self.base and self._is_of_experts(m, is_expert)}
+            if group and group.isdisjoint(self._modules_in_file):
+                matched -= group
+        wrapped = {by_parameter[name] for name in helper.match_parameters(tuple(by_parameter))}
+        ends = {module for module in wrapped if not self.base[module].is_linear}
+        self.reasons.extend(f"target_parameters names {each}.weight, which is no linear's" for each in sorted(ends))
+        return matched | (wrapped - ends)
+
+    def _is_of_experts(self, module: str, is_expert: bool) -> bool:
+        base = self.base[module]
+        return base.is_lora_only and base.is_expert is is_expert
+
+    def _check_lora_only(self, named: frozenset[str]) -> None:
+        """Of experts and routers no other kind is served: their inputs are others', too."""
+        helper, own = self.helper, self.own
+        kind = "use_dora" if helper.use_dora else "use_bdlora" if helper.block_diagonal else str(helper.kind)
+        for module in sorted(named):
+            if module not in self.base or not self.base[module].is_lora_only:
+                continue
+            if own is not None and module in own.saved:
+                self.reasons.append(f"modules_to_save names {module!r}: weights of experts are served by LoRA alone")
+            elif kind != Kind.LORA:
+                self.reasons.append(f"{module}: {kind} of experts and routers is not supported; train a LoRA of them")
+
+    def _check_stacks(self, matched: frozenset[str]) -> None:
+        """Both tensors of each stack, with the shapes that its rank and the number of experts call for."""
+        numbers = self.helper.numbers(sorted(self.stacks))
+        self.warnings.extend(numbers.warnings)
+        self.reasons.extend(self.helper.unusable_scalings(numbers))
+        for parameter, stack in self.stacks.items():
+            both = sorted(module for module, _ in stack.modules if module in matched)
+            if both:
+                text = f"target_parameters names {parameter!r} and target_modules {both[0]!r}, which is a part of it"
+                self.reasons.append(f"{text}; train one")
+                continue
+            for part, shape in stack.shapes(numbers.ranks[parameter]).items():
+                name = TensorName(parameter, part)
+                if name in self.names:
+                    self._check_shape(name, self.names[name], shape)
+                else:
+                    text = f"{parameter}: the file has no {part}, which target_parameters calls for"
+                    self.reasons.append(f"{text}; save the adapter again")
+            self.costs |= {module: ModuleCost(numbers.ranks[parameter], 0) for module, _ in stack.modules}
 
     def _check_kept_ranks(self, matched: frozenset[str]) -> None:
         """Of modules that the file has and the base has not, their tensors say it."""
@@ -380,6 +454,8 @@ class TensorCheck:
         layer, layers = _layer_of(name.module), self._layers_in_base
         if name.module in self.base:
             self._unused(entry, f"adapter_config.json does not name {name.module!r}")
+        elif name.module in self.experts.blocks:
+            self._unused(entry, "it is of a parameter of experts that target_parameters does not name")
         elif layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
             text = f"tensor {entry.name!r} is of layer {layer}, the base has {layers}"
             self._differs(LAYERS, self._layers_in_file, layers, text)

@@ -35,6 +35,7 @@ from loraplex.adapters.conversion import (
     scales_of,
     with_tokens,
 )
+from loraplex.adapters.experts import ExpertBase, ExpertCut
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
@@ -117,7 +118,8 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
     """One layer: without tensors, and by number which of the plan's are its own. parts: by short name (of a LoRA:
-    field); weight, tokens, token_ids: as OwnPart's; in_features: the module's, of a VeRA."""
+    field); weight, tokens, token_ids: as OwnPart's; in_features: the module's, of a VeRA; expert: of tensors that all
+    experts of a layer share, what is its own."""
 
     layer: LoRALayerWeights
     parts: Mapping[str, int]
@@ -125,9 +127,12 @@ class LayerPlan:
     tokens: int | None = None
     token_ids: tuple[int, ...] = ()
     in_features: int = 0
+    expert: ExpertCut | None = None
 
     def fields(self, tensors: Sequence[torch.Tensor], convert: Converter | None) -> dict[str, torch.Tensor]:
         parts = {short: tensors[index] for short, index in self.parts.items()}
+        if self.expert is not None:
+            return self.expert.of(parts)
         if "vera_a" in parts:
             parts["vera_a"] = parts["vera_a"][:, : self.in_features]
         bias = {short: part for short, part in parts.items() if short == "bias"}
@@ -310,7 +315,7 @@ class CheckedReader:
         self._long_contexts = long_contexts
         self._keeps_projections = keeps_projections
         self._is_whole = is_whole
-        self._base = base_modules(targets)
+        self._base, self._experts = base_modules(targets), ExpertBase.of(targets)
         self.max_tensors = max(MIN_TENSORS, len(self._base) * MAX_PARTS)
         """With spare, so that messages say what is wrong."""
         self._budget = ByteBudget(lora_config.host_memory_bytes)
@@ -350,7 +355,8 @@ class CheckedReader:
             raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
         keeps_projections = self._keeps_projections and helper.kind is Kind.VERA
         extra_vocab_size = self.lora_config.lora_extra_vocab_size
-        check = TensorCheck(helper, self._base, extra_vocab_size, keeps_projections, self._is_whole)
+        sizes = extra_vocab_size, keeps_projections, self._is_whole
+        check = TensorCheck(helper, self._base, *sizes, self._experts)
         key = _key(file, helper)
         blueprint, reasons = self._get(key), helper.reasons(self.lora_config)
         reasons += [] if self._long_contexts is None else helper.context_reasons(self._long_contexts)
@@ -451,7 +457,9 @@ def _merged_bytes(part: OwnPart, check: TensorCheck) -> int:
 def _layers(plan: ReadPlan, check: TensorCheck, own: OwnParts) -> Iterator[LayerPlan]:
     """Of each module with tensors; AdaLoRA may have left a module no rank, which then changes nothing."""
     helper = check.helper
-    modules = sorted({name.module for name in plan.names if name.module} | own.parts.keys())
+    yield from _expert_layers(plan, check)
+    named = {name.module for name in plan.names if name.module} | own.parts.keys()
+    modules = sorted(named - check.stacks.keys())
     numbers, indices = helper.numbers(modules), {name: index for index, name in enumerate(plan.names)}
     for module in modules:
         shorts = {**PARTS[helper.kind], "bias": "bias"}
@@ -480,6 +488,16 @@ def _layers(plan: ReadPlan, check: TensorCheck, own: OwnParts) -> Iterator[Layer
             weight, tokens = (None if name is None else indices[name] for name in (part.weight, part.tokens))
             in_features = check.sizes_of(module)[0] if helper.kind is Kind.VERA and cost is not None else 0
             yield LayerPlan(layer, parts, weight, tokens, part.token_ids, in_features)
+
+
+def _expert_layers(plan: ReadPlan, check: TensorCheck) -> Iterator[LayerPlan]:
+    """Of each module that tensors for all experts of a layer have a part of."""
+    numbers, indices = check.helper.numbers(sorted(check.stacks)), {name: i for i, name in enumerate(plan.names)}
+    for parameter, stack in check.stacks.items():
+        parts = {field: indices[TensorName(parameter, PARTS[Kind.LORA][field])] for field in ("lora_a", "lora_b")}
+        values = numbers.ranks[parameter], numbers.alphas[parameter], None, None
+        for module, cut in stack.modules:
+            yield LayerPlan(LoRALayerWeights(module, *values, scaling=numbers.scalings[parameter]), parts, expert=cut)
 
 
 def _check_products(

@@ -39,10 +39,11 @@ from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import Packer, can_share
 from loraplex.models.checkpoints.stored import KEPT_FORMAT
 from loraplex.models.config import ModelConfig
-from loraplex.models.decoder import Decoder, check_shares
+from loraplex.models.decoder import Decoder
 from loraplex.models.dominant import DominantMerger
 from loraplex.models.loader import load_model, read_merged
 from loraplex.models.packed_cache import PackedCache
+from loraplex.models.shares import check_shares
 from loraplex.models.source import read_tokenizer, resolve_model
 from loraplex.performance.profiler import Profiler
 from loraplex.private_folder import default_folder, private_folder

@@ -23,6 +23,8 @@ PART_OF = {
     "layer_norm": "glue",
     "add_scaled": "glue",
     "gelu": "glue",
+    "experts": "gemm",
+    "add_gated": "glue",
     "sum_ranks": "glue",
 }
 """Operator of a step -> part of the profile (loraplex/performance/profiler.py)."""

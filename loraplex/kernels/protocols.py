@@ -23,6 +23,7 @@ import torch
 from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
 from loraplex.distributed import Collectives, RankGroup
+from loraplex.kernels.experts import ExpertLora, Experts
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.kernels.slices import ProjectionsLayout, SliceLayout, SliceWeights
@@ -173,6 +174,18 @@ class LayerOps(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, gate_up [T, 2 I] -> [T, I]."""
+        ...
+
+    def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
+        """y[t] = sum over the chosen experts e, ascending, of factor * down_e(silu(gate) * up); x, y [T, hidden].
+
+        gate, up = the halves of gate_up_e(x[t]); `experts.route` chooses by the logits [T, experts]. Each linear has
+        the deltas of the row's adapters. A row's result depends on no other row where the backend's linears have that.
+        """
+        ...
+
+    def add_gated(self, y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """y + sigmoid(gate) x of y, x [T, n] and gate [T, 1]; y may be overwritten."""
         ...
 
     def gelu(self, x: torch.Tensor, is_tanh: bool, has_up: bool) -> torch.Tensor:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
 from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.checksum import checksums
+from loraplex.kernels.experts import ExpertLora, Experts, ProductOps, experts
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.quantized_weights import SPECIFICATIONS, QuantizedSpecification
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
@@ -277,6 +278,12 @@ class StockWeights:
 
     def sum_ranks(self, part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
         return ranks.sum(part)
+
+    def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
+        return experts(cast(ProductOps, self), x, logits, layer, lora)
+
+    def add_gated(self, y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return y + torch.sigmoid(gate) * x
 
     def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
         return forward

@@ -148,6 +148,19 @@ class ParallelLinear:
         return WeightPart(f"{s.module_name}.bias", (s.full_out_features,), self._rows_of(bias, s), cut)
 
 
+class ReplicatedLinear(ParallelLinear):
+    """One small linear that every rank has whole; no adapter but a LoRA acts on it, for its input is others', too."""
+
+    def __init__(
+        self, name: str, layer: int, in_features: int, out_features: int, has_bias: bool, setup: LayerSetup
+    ) -> None:
+        slices = stack_slices([(name, out_features)], [out_features], has_bias)
+        kind = ShardKind.REPLICATED
+        parameter = f"{name}.weight"
+        target = LoraTarget(name, layer, in_features, in_features, slices, kind, setup.shard, parameter=parameter)
+        super().__init__(target, has_bias, replace(setup, quantization=None))
+
+
 class ColumnParallelLinear(ParallelLinear):
     """One linear, its output cut over the ranks."""
 

@@ -65,6 +65,15 @@ class BaseLayerWithLoRA:
         return self.base_layer.target
 
     @property
+    def table(self) -> SlotTable | None:
+        """Where its adapters are, from `first_row` on; None before `set_lora_info`."""
+        return self._table
+
+    @property
+    def first_row(self) -> int:
+        return self._first_row
+
+    @property
     def set_lora(self) -> bool:
         """Whether `set_lora_info` was called."""
         return self._table is not None

@@ -17,6 +17,7 @@ from loraplex.config import DTYPES
 from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.layers.common import ROPE_RULES, RopeParameters
+from loraplex.layers.moe import ExpertSizes
 from loraplex.models.checkpoints.forms import form_of
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.checkpoints.stored import Form
@@ -50,6 +51,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (None, False),
+    "clip_qkv": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "use_mrope": (None, False),
@@ -100,6 +102,7 @@ class ModelConfig:
     None for no positions. activation: "silu", "gelu" or "gelu_tanh". Scores of attention are multiplied by
     `attention_scale`, logits by `logit_scale`; then a soft cap c makes c tanh(s / c) of them, None for none. What a
     block adds to the residual is multiplied by `residual_scale`, rows of the embedding by `embedding_scale`.
+    experts[i]: of layer i, None where it has an MLP; () for a family without.
     `dtype` is the checkpoint's, "" when config.json does not say. `form`: of its weights; None: plain floats.
     """
 
@@ -128,6 +131,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
+    experts: tuple[ExpertSizes | None, ...] = ()
     dtype: str = ""
     form: Form | None = None
 
@@ -209,6 +213,7 @@ class _Reader:
         raw = self._text_part(raw)
         self.model_type = self._model_type(raw)
         self.family = FAMILIES[self.model_type]
+        self.given = raw
         self.values = {**COMMON_DEFAULTS, **self.family.defaults, **raw}
         self.values |= {ours: self.values.get(theirs) for ours, theirs in self.family.renamed.items()}
 
@@ -249,6 +254,7 @@ class _Reader:
             logit_scale=self._multiplier("logit_scale") / self._multiplier("logits_scaling"),
             residual_scale=self._multiplier("residual_multiplier"),
             embedding_scale=self._embedding_scale(hidden_size),
+            experts=self._experts(num_layers),
             dtype=str(self.values.get("dtype") or self.values.get("torch_dtype") or ""),
             form=self._form(),
         )
@@ -352,6 +358,32 @@ class _Reader:
             key = self.family.renamed.get("hidden_act", "hidden_act")
             raise self.refuse(f"{key}={name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
+
+    def _experts(self, num_layers: int) -> tuple[ExpertSizes | None, ...]:
+        """Layer by layer; files name the number of experts either way, whatever their family's code does."""
+        keys = self.family.experts
+        if keys is None:
+            return ()
+        if self.values.get("use_sliding_window"):
+            raise self.refuse(f"use_sliding_window=True is not supported for model_type {self.model_type!r}")
+        default = self.family.defaults.get("num_experts") or self.family.defaults["num_local_experts"]
+        given = [self.given.get(each) for each in ("num_experts", "num_local_experts")]
+        num_experts = self.size("num_experts" if given[0] is not None else "num_local_experts", default)
+        top_k = self.size("num_experts_per_tok")
+        if top_k > num_experts:
+            raise self.refuse(f"num_experts_per_tok ({top_k}) is more than there are experts ({num_experts})")
+        if self._activation() != "silu":
+            raise self.refuse(f"hidden_act={self.values['hidden_act']!r} is not supported for experts; only silu")
+        shared = self.size(keys.shared_size) if keys.shared_size else 0
+        sizes = ExpertSizes(num_experts, top_k, self.size(keys.inner_size), self.flag(keys.normalizes), shared)
+        if not keys.skips_layers:
+            return (sizes,) * num_layers
+        without, every = self.values["mlp_only_layers"] or (), self.size("decoder_sparse_step")
+        if not isinstance(without, list | tuple):
+            raise self.refuse(f"mlp_only_layers must be a list of layers, got {without!r}")
+        return tuple(
+            sizes if layer not in without and (layer + 1) % every == 0 else None for layer in range(num_layers)
+        )
 
     def _check_heads(self, num_heads: int, num_kv_heads: int, rotary_dim: int) -> None:
         if num_heads % num_kv_heads:

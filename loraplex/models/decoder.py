@@ -55,8 +55,10 @@ from loraplex.layers.linear import (
     kv_heads_of_shard,
 )
 from loraplex.layers.lora import BaseLayerWithLoRA, with_lora
+from loraplex.layers.moe import SparseMLP
 from loraplex.metrics import KernelFallback, KernelSpeedup
 from loraplex.models.config import ModelConfig
+from loraplex.models.shares import check_shares
 
 Linear = ParallelLinear | BaseLayerWithLoRA
 """A linear as a block calls it: `forward(x, plan)`."""
@@ -177,8 +179,10 @@ def _norm(name: str, size: int, layer: int, config: ModelConfig, setup: LayerSet
 class MLP:
     """x -> down(act(gate(x)) * up(x)), or where the family has no gate down(act(up(x)))"""
 
-    def __init__(self, name: str, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
-        inner, has_bias, family = config.intermediate_size, config.mlp_bias, config.family
+    def __init__(
+        self, name: str, layer: int, inner: int, config: ModelConfig, setup: LayerSetup, linears: _Linears
+    ) -> None:
+        has_bias, family = config.mlp_bias, config.family
         gate, up, down = (f"{name}.{each}" if each else "" for each in family.mlp_modules)
         modules = [(gate, inner), (up, inner)] if family.is_gated else [(up, inner)]
         fused = f"{name}.gate_up_proj"
@@ -193,13 +197,26 @@ class MLP:
         self.ops, self.ranks = setup.ops, setup.ranks
 
     def forward(self, x: Tensor, lora: LoraPlan | None) -> Tensor:
-        inner = self._activated(self.gate_up_proj.forward(x, lora))
-        return self.ops.sum_ranks(self.down_proj.forward(inner, lora), self.ranks)
+        return self.ops.sum_ranks(self.partial(x, lora), self.ranks)
+
+    def partial(self, x: Tensor, lora: LoraPlan | None) -> Tensor:
+        """This rank's summand."""
+        return self.down_proj.forward(self._activated(self.gate_up_proj.forward(x, lora)), lora)
 
     def _activated(self, x: Tensor) -> Tensor:
         if self.activation == "silu":
             return self.ops.silu_mul(x)
         return self.ops.gelu(x, self.activation == "gelu_tanh", self.is_gated)
+
+
+def _mlp(name: str, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> MLP | SparseMLP:
+    sizes, keys = config.experts[layer] if config.experts else None, config.family.experts
+    if sizes is None or keys is None:
+        return MLP(f"{name}.mlp", layer, config.intermediate_size, config, setup, linears)
+    shared = f"{name}.{keys.names.block}.shared_expert", layer, sizes.shared_size, config, setup, linears
+    return SparseMLP(
+        name, layer, config.hidden_size, sizes, keys.names, setup, linears, MLP(*shared) if sizes.shared_size else None
+    )
 
 
 class DecoderLayer:
@@ -217,7 +234,7 @@ class DecoderLayer:
         self.self_attn = SelfAttention(f"{name}.self_attn", layer, config, setup, linears)
         self.after_attention = add_norm(norms.after_attention)
         self.before_mlp = add_norm(norms.before_mlp)
-        self.mlp = MLP(f"{name}.mlp", layer, config, setup, linears)
+        self.mlp = _mlp(name, layer, config, setup, linears)
         self.after_mlp = add_norm(norms.after_mlp)
         self.is_parallel, self.residual_scale = config.family.is_parallel, config.residual_scale
         self.ops = setup.ops
@@ -282,6 +299,8 @@ def _bare(block: Block, changed: Mapping[str, ParallelLinear | RMSNorm]) -> Bloc
     for name, part in vars(block).items():
         if isinstance(part, SelfAttention | MLP):
             setattr(copied, name, _bare(part, changed))
+        elif isinstance(part, SparseMLP):
+            setattr(copied, name, part.bare(lambda each: _bare(each, changed), lambda each: _bare_part(each, changed)))
         elif isinstance(part, ParallelLinear | RMSNorm | BaseLayerWithLoRA | RMSNormWithLoRA):
             setattr(copied, name, _bare_part(part, changed))
     return copied
@@ -313,6 +332,8 @@ class Decoder:
         if shard != ranks.shard:
             raise ModelConfigError(f"a shard of {shard.size} ranks needs the others; {ranks.shard.size} is there")
         check_shares(config, shard.size, ranks.is_fully_sharded)
+        if config.experts and device.type == "cuda":
+            raise ModelConfigError(f"a model of {config.model_type} has experts: they run on a CPU, not on a GPU yet")
         # as the family's code does, which has the factor in the weights' dtype
         scale = torch.tensor(config.embedding_scale, dtype=dtype).item() if config.family.scales_embedding else None
         self._embedding_scale = config.embedding_scale if scale is None else scale
@@ -568,23 +589,3 @@ class Decoder:
         """Every tensor that the checkpoint has to have, and where it goes."""
         for layer in self.weighted_layers():
             yield from layer.weight_parts()
-
-
-def check_shares(config: ModelConfig, num_ranks: int, is_fully_sharded: bool) -> None:
-    """ModelConfigError for a model that `num_ranks` ranks cannot share evenly."""
-    kv_heads, family = config.num_key_value_heads, config.family
-    if num_ranks > 1 and (family.qk_norm == "width" or family.is_qkv_fused or family.is_gate_up_fused):
-        reason = "norms over all heads" if family.qk_norm == "width" else "linears that are fused in the checkpoint"
-        raise ModelConfigError(f"a model of {config.model_type} has {reason}: set tensor_parallel_size to 1")
-    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
-    sizes |= {"vocab_size": config.vocab_size}
-    if is_fully_sharded:
-        sizes["hidden_size"] = config.hidden_size
-    if kv_heads > num_ranks or num_ranks % kv_heads:  # else a head is on several ranks
-        sizes["num_key_value_heads"] = kv_heads
-    for name, size in sizes.items():
-        if size % num_ranks:
-            raise ModelConfigError(
-                f"{name} of the model is {size}, which {num_ranks} ranks cannot share evenly; lower "
-                "tensor_parallel_size"
-            )

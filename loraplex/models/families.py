@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loraplex.layers.moe import ExpertNames
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
@@ -18,6 +20,22 @@ class LayerNorms:
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """Of a mixture of experts in place of MLPs: names in the checkpoint, and the keys of config.json.
+
+    normalizes: the key of whether the chosen experts' factors are divided by their sum, or that they are. shared_size:
+    the key of the shared expert's; "" where there is none. skips_layers: whether `mlp_only_layers` and
+    `decoder_sparse_step` leave layers with an MLP.
+    """
+
+    names: ExpertNames = field(default_factory=ExpertNames)
+    inner_size: str = "moe_intermediate_size"
+    normalizes: bool | str = "norm_topk_prob"
+    shared_size: str = ""
+    skips_layers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +85,7 @@ class Family:
     rope_rule: str = "all"
     rope_names: Mapping[str, str] = field(default_factory=dict)
     is_rope_interleaved: bool = False
+    experts: ExpertKeys | None = None
     text_of: str = ""
     text_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_weights: tuple[str, ...] = ()
@@ -105,6 +124,8 @@ class Family:
             {
                 "blocks side by side": self.is_parallel,
                 "no gate": not self.is_gated,
+                "experts": self.experts is not None,
+                "shared expert": self.experts is not None and bool(self.experts.shared_size),
                 "scaled embedding": self.scales_embedding or "embedding_multiplier" in self.honoured,
                 "scaled residual": "residual_multiplier" in self.honoured,
                 "scaled logits": not {"logit_scale", "logits_scaling"}.isdisjoint(self.honoured),
@@ -120,6 +141,8 @@ class Family:
         """Names of a layer's linears, as adapters have them."""
         attention = ("qkv_proj",) if self.is_qkv_fused else ("q_proj", "k_proj", "v_proj")
         gate, up, down = self.mlp_modules
+        if self.experts is not None:
+            return (*attention, "o_proj", "gate", *self.experts.names.modules)
         first = ("gate_up_proj",) if self.is_gate_up_fused else (gate, up)
         return tuple(name for name in (*attention, "o_proj", *first, down) if name)
 
@@ -131,6 +154,9 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")
+_QWEN_EXPERTS = {"norm_topk_prob": False, "mlp_only_layers": (), "decoder_sparse_step": 1, "use_sliding_window": False}
 
 _GEMMA_DEFAULTS = {
     **{"num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
@@ -290,10 +316,61 @@ FAMILIES: dict[str, Family] = {
             **{"norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True, "sliding_window": None},
         },
     ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        layer_rule="all",
+        experts=ExpertKeys(
+            names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+            inner_size="intermediate_size",
+            normalizes=True,
+            skips_layers=False,
+        ),
+        honoured=_EXPERT_COUNTS,
+        defaults={
+            **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+            **{"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+        },
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        qkv_bias="qkv_bias",
+        experts=ExpertKeys(shared_size="shared_expert_intermediate_size"),
+        honoured=_EXPERT_COUNTS,
+        defaults={
+            **{**_QWEN_EXPERTS, "num_key_value_heads": 16, "max_position_embeddings": 32768, "qkv_bias": True},
+            **{"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632},
+            "moe_intermediate_size": 1408,
+        },
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        experts=ExpertKeys(),
+        honoured=_EXPERT_COUNTS,
+        defaults={
+            **{**_QWEN_EXPERTS, "num_key_value_heads": 4, "max_position_embeddings": 32768},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        },
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="width",
+        experts=ExpertKeys(inner_size="intermediate_size", skips_layers=False),
+        honoured=_EXPERT_COUNTS,
+        defaults={
+            **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False},
+            **{"num_experts": 64, "num_experts_per_tok": 8},
+        },
+    ),
 }
 """By `model_type`."""
 
 NOT_SERVED: Mapping[str, str] = {
+    "gpt_oss": "its attention has sinks, and its experts biases and a clamped activation",
     "llama4": "its layers have experts, attention in chunks, and a norm of q and k without weights behind the rotation",
     "gemma": "its activation depends on the version that wrote it; Gemma 2 and 3 are served",
     "cohere": "its norms of q and k have a weight for each head; Cohere 2 is served",

@@ -330,6 +330,7 @@ def test_the_cases_cover_every_honoured_field(family: FamilyCases) -> None:
             covered |= {name for name, value in config.items() if value != default.get(name)}
     covered |= {name for _, options, _ in OWN_OPTIONS.values() for name in options}  # test_own_parity.py
     covered |= {"alora_invocation_tokens"}  # test_alora_parity.py
+    covered |= {"target_parameters"}  # test_moe_parity.py
     covered |= {"use_bdlora"}  # tests/adapters/test_block_diagonal.py, tests/ranks/test_kinds.py
     covered |= {*CONTEXT_FIELDS, "vllm_lora_scaling_factor"}  # test_long_context.py
     assert HONOURED - covered == {"init_lora_weights"}, "it changes no inference"

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -259,3 +260,22 @@ def test_one_layer_at_a_time_is_in_memory_as_it_came(zoo: ModelZoo, load_format:
     source.load_into(layers, watch)
     assert seen == {0, 1}
     assert not any(isinstance(linear.weight, Tensor) for linear in linears)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_a_checkpoint_with_one_tensor_for_all_experts_of_a_layer(zoo: ModelZoo, tmp_path: Path, family: str) -> None:
+    """As transformers saves it when it is asked to keep its own layout."""
+    base = zoo.base(family)
+    model: Any = zoo.oracle(base).model
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") and len(tensor.shape) == 3 for name, tensor in names.items())
+    got, want = (values(load_decoder(path, backend="reference")) for path in (tmp_path, base))
+    assert set(got) == set(want)
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    odd = {
+        name: tensor[..., :-1].contiguous() if "experts.down_proj" in name else tensor for name, tensor in names.items()
+    }
+    save_file(odd, tmp_path / "model.safetensors")
+    with pytest.raises(ModelWeightError, match=r"experts\.0\.(down_proj|w2)\.weight has shape"):
+        load_decoder(tmp_path, backend="reference")

@@ -17,8 +17,10 @@ import torch
 from loraplex.core import LoraSlice, Shard
 from loraplex.cpu import CpuUse
 from loraplex.distributed import RankGroup
+from loraplex.kernels.experts import ExpertLora, Experts
 from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.native import checksum, glue, lora, sampling
+from loraplex.kernels.native import experts as moe
 from loraplex.kernels.native.attention import kv_layout_gap, paged_attention, rotary_write_kv
 from loraplex.kernels.native.board import MAX_RANKS, RankBoard, board_nbytes
 from loraplex.kernels.native.library import NativeLibrary
@@ -188,7 +190,8 @@ class NativeBackend(TorchBackend):
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> PanelWeight:
-        return PanelWeight.over(tensors["panels"], tensors.get("scale"), *shape, tensors.get("zero"))
+        out_features, in_features = shape
+        return PanelWeight.over(tensors["panels"], tensors.get("scale"), out_features, in_features, tensors.get("zero"))
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, PanelWeight):
@@ -298,6 +301,16 @@ class NativeBackend(TorchBackend):
         if self._recorder is not None:
             return self._recorder.gelu(x, is_tanh, has_up)
         return glue.gelu(self.library, x, is_tanh, has_up, self.num_threads)
+
+    def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.experts(x, logits, layer, lora)
+        return moe.experts(self.library, x, logits, layer, lora, self.num_threads)
+
+    def add_gated(self, y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.add_gated(y, x, gate)
+        return moe.add_gated(self.library, y, x, gate, self.num_threads)
 
     # --------------------------------------------------------------------------------------------------------- sampling
 

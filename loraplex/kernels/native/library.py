@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
@@ -51,6 +51,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_add_scaled": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _FLOAT, _INT),
     "loraplex_layer_norm": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),
     "loraplex_gelu": (_POINTER, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _INT),
+    "loraplex_experts": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER),
+    "loraplex_add_gated": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _INT),
     "loraplex_silu_mul": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
     "loraplex_run_program": (_POINTER, _LONG, _POINTER, _POINTER),
     "loraplex_sum_ranks": (_POINTER, _POINTER, _LONG),

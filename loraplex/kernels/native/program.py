@@ -22,8 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.core import LoraSlice
+from loraplex.kernels.experts import ExpertLora, Experts
 from loraplex.kernels.native.attention import NO_WINDOW, attention_step, kv_layout_gap, rotary_call
 from loraplex.kernels.native.board import RankBoard
+from loraplex.kernels.native.experts import experts_call, scratch_width
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PanelWeight
 from loraplex.kernels.native.lora import TableRows, segments_of, table_rows
@@ -33,7 +35,7 @@ from loraplex.kernels.step_batch import LayersForward, StepBatch
 
 OPERATORS = (
     *("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul"),
-    *("scale_input", "sum_ranks", "layer_norm", "add_scaled", "gelu"),
+    *("scale_input", "sum_ranks", "layer_norm", "add_scaled", "gelu", "experts", "add_gated"),
 )
 """By number, as in csrc/api.h."""
 
@@ -162,12 +164,15 @@ class Recorder:
         self._add("scale_input", rows.address, self._scratch(x), size=(x.stride(0),))
 
     def _rows_of(self, table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> TableRows:
-        if self.table is None:
-            self.table, self.has_input_gains = table, table.has_input_gains
-        assert self.table is table
+        self._take_table(table)
         rows = table_rows(table, first_row, in_features, slices)
         self._alive.append(rows)
         return rows
+
+    def _take_table(self, table: SlotTable) -> None:
+        if self.table is None:
+            self.table, self.has_input_gains = table, table.has_input_gains
+        assert self.table is table
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert x.stride(-1) == 1
@@ -210,6 +215,24 @@ class Recorder:
             size=(x.stride(0), x.shape[1]),
             eps=eps,
         )
+        return y
+
+    def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
+        call = experts_call(layer, None if lora is None else lora.table, self._num_threads)
+        if lora is not None:
+            self._take_table(lora.table)
+        scratch, y = self._workspace.empty(scratch_width(layer)), self._workspace.empty(x.shape[1])
+        self._alive.append(call)
+        self._add(
+            "experts",
+            *(call.address, self._scratch(x), self._scratch(logits), scratch.data_ptr(), y.data_ptr()),
+            size=(x.stride(0), logits.stride(0)),
+        )
+        return y
+
+    def add_gated(self, y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        size = x.stride(0), gate.stride(0), y.stride(0), y.shape[1]
+        self._add("add_gated", self._scratch(x), self._scratch(gate), self._scratch(y), size=size)
         return y
 
     def gelu(self, x: torch.Tensor, is_tanh: bool, has_up: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from loraplex.errors import ModelWeightError
+from loraplex.models.checkpoints.expert_stacks import split
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.checkpoints.stored import FLOATS, Form, StoredWeight
 from loraplex.models.families import Family
@@ -55,7 +56,9 @@ def open_files(path: Path, form: Form | None, family: Family | None = None) -> I
         return
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_open(path / name)) for name in _file_names(path)]
-        yield Safetensors({key: file for file in files for key in list(file.keys())}, form, family)
+        where = {key: file for file in files for key in list(file.keys())}
+        experts = None if family is None else family.experts
+        yield Safetensors(where if experts is None else split(where, experts.names), form, family)
 
 
 class Safetensors:

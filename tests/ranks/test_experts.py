@@ -1,0 +1,44 @@
+"""Mixtures of experts over ranks, which have a part of each expert: the tokens of transformers + peft in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import ModelConfigError
+from loraplex.models.config import ModelConfig
+from loraplex.models.shares import check_shares
+from tests.engine.test_moe_parity import adapters
+from tests.fixtures import ModelZoo
+from tests.ranks.engines import LORA, check, load, opened
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
+
+NUM_TOKENS = 24
+CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "block_size": 16}
+FAMILIES = ("mixtral", "qwen2_moe")
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_over_two_ranks(zoo: ModelZoo, tmp_path: Path, family: str, is_full: bool) -> None:
+    base = zoo.base(family)
+    paths = dict(adapters(zoo, base, tmp_path))
+    if family == "qwen2_moe":  # peft does not read these of it
+        paths = {name: path for name, path in paths.items() if not name.startswith("modules")}
+    cases = [(None, zoo.fit_case(base, length=40, num_tokens=NUM_TOKENS))]
+    cases += [(name, zoo.fit_case(base, path, length=12, num_tokens=NUM_TOKENS)) for name, path in paths.items()]
+    with opened(base, 2, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
+        load(driver, paths)
+        check(driver, cases, NUM_TOKENS)
+        hits = driver.stats.num_prefix_hit_tokens
+        check(driver, cases, NUM_TOKENS)
+        assert driver.stats.num_prefix_hit_tokens > hits
+
+
+def test_experts_that_ranks_cannot_share_are_refused(zoo: ModelZoo) -> None:
+    base = zoo.base("qwen3_moe", options={"moe_intermediate_size": 49, "num_hidden_layers": 1})
+    with pytest.raises(ModelConfigError, match="experts' intermediate size of the model is 49, which 2 ranks"):
+        check_shares(ModelConfig.from_dir(base), 2, False)
