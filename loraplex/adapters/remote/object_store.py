@@ -192,6 +192,8 @@ def _default_folder() -> Path:
 
 
 async def _fetch(adapter: ObjectAdapter, folder: Path, max_bytes: int, make_room: MakeRoom) -> Path:
+    import asyncio
+
     objects = await _listed(adapter)
     if not objects:
         raise AdapterPathNotFoundError(f"{adapter}: the store has nothing there")
