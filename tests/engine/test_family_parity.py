@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.merging.dominance import DominanceRule
+from loraplex.models import dominant
 from loraplex.models.config import ModelConfig
+from tests.engine.test_dominant import WINDOW, Served
 from tests.engine.test_parity import BLOCK_SIZE, PROMPT_LENGTHS, FamilyCases, ParityCase, generate, start
 from tests.fixtures import MORE_FAMILIES, NUM_TOKENS, ModelZoo
 
@@ -72,3 +75,29 @@ def test_in_chunks_and_preempted(family: FamilyCases, backend: str) -> None:
     with start(family, kv_cache_memory_bytes=num_blocks * family.kv_block_bytes, **settings) as llm:
         generate(llm, family.cases)
         assert llm.stats().num_preemptions > 0
+
+
+IN_LAYERS = ("all linears", "attention", "DoRA", "IA3", "norms")
+"""What a merged copy of the layers has as a whole."""
+
+
+def test_the_dominant_adapter_is_merged(family: FamilyCases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dominant, "DominanceRule", lambda: DominanceRule(window=WINDOW, bytes_per_s=float("inf")))
+    monkeypatch.setattr(dominant, "MIN_GAIN", 0.0)
+    cases = [case for case in family.cases if case.field in IN_LAYERS]
+    with Served(family.base) as served:
+        for case in cases:
+            assert case.adapter is not None
+            served.load(case.field, case.adapter)
+            for _ in range(3):
+                said = served.say(case.greedy.prompt_token_ids, case.field, max_tokens=NUM_TOKENS)
+                assert said == case.greedy.output_token_ids, case.field
+                served.wait()
+            assert served.merged == case.field
+
+
+def test_an_adapter_is_merged_into_the_weights_at_load(family: FamilyCases) -> None:
+    for case in family.cases:
+        if case.field in IN_LAYERS:
+            with start(family, enable_lora=False, merge_adapter=str(case.adapter)) as llm:
+                generate(llm, [ParityCase(case.field, case.greedy)])

@@ -198,6 +198,8 @@ LLAMA_8B = {
     "head_dim": 128,
     "max_position_embeddings": 8192,
     "sliding_windows": (None,) * 32,
+    "layer_ropes": (0,) * 32,
+    "rotary_dim": 128,
 }
 
 

@@ -46,6 +46,7 @@ CASES: list[tuple[str, Mapping[str, Any]]] = [
     *((family, {}) for family in sorted(FAMILIES)),
     ("llama", {"head_dim": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 256, "num_key_value_heads": 4, "rope_theta": 1000042, "rms_norm_eps": 1e-6}),  # Falcon 3
     ("llama", {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": 128, "num_key_value_heads": 4, "head_dim": 48}),

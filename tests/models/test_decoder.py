@@ -148,7 +148,7 @@ def test_freed_blocks_leave_nothing_behind(zoo: ModelZoo) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["glm4", "granite", "llama", "qwen3"])
 def test_half_precision(zoo: ModelZoo, family: str, dtype: torch.dtype, tolerance: float) -> None:
     """16-bit weights and arithmetic against float32 arithmetic on the same weights (as rounded in the checkpoint)."""
     base = zoo.base(family, dtype=str(dtype).removeprefix("torch."))
