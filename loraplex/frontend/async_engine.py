@@ -324,7 +324,7 @@ class AsyncEngine(AdapterVerbs):
                 cache_salt=cache_salt,
                 claim=claim,
                 add_special_tokens=add_special_tokens,
-                text=self._front.text_for(refs),
+                text=await self._text_for(refs, held),
             )
             stream = self._submit(prepared, refs, on_output)
         except BaseException:
@@ -336,6 +336,14 @@ class AsyncEngine(AdapterVerbs):
         finally:
             if self._streams.get(request_id) is stream:  # else it has ended, and the id may be another request's
                 await self.abort(request_id)
+
+    async def _text_for(self, refs: tuple[LoRARef, ...], held: HeldAdapters | None) -> RequestText:
+        """An adapter's own may have to be made first, which takes milliseconds: in a thread."""
+        if held is not None and isinstance(held.text, RequestText):
+            return held.text
+        if any(ref.text is not None for ref in refs):
+            return await asyncio.to_thread(self._front.text_for, refs)
+        return self._front.text_for(refs)
 
     def _submit(
         self,

@@ -113,7 +113,7 @@ class ServerContext:
             for choice, num_prompts in Counter(choices).items():
                 held = self.engine.hold_adapters(choice, num_prompts)
                 stack.callback(held.close)
-                text = await self.text_of(held.refs, client)
+                held.text = text = await self.text_of(held.refs, client)
                 is_own = isinstance(choice, str) and bool(text.digest)
                 ref = held.refs[0] if is_own else None
                 address = choice if ref is None else address_text(ref.adapter_name, ref.adapter_version)

@@ -9,7 +9,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -17,7 +18,10 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.adapters.registry import AdapterText, HeldAdapters
+from loraplex.config import EngineConfig
 from loraplex.core import SamplingParams
+from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
 from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
@@ -26,6 +30,7 @@ from loraplex.server.schemas import CompletionRequest
 from loraplex.server.streaming import merge
 from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
 from loraplex.testing.fake_engine import FakeModelInfo
+from loraplex.text.request_text import RequestText
 from tests.server.raw_connection import Connection
 
 
@@ -334,3 +339,32 @@ async def test_sampling_parameters_for_many_adapters_are_made_one_a_turn(
     assert reply.status_code == 200, reply.text
     assert turns.happened.total() == (100 if has_own_defaults else 1)
     assert max(turns.happened.values()) == 1
+
+
+async def test_a_text_that_is_no_longer_kept_is_not_made_in_the_event_loop() -> None:
+    """300 adapters of one request with tokens of their own were more than are kept: stalls of half a second."""
+    engine = cast(Any, AsyncEngine(EngineConfig(model="/m"), None, None))
+    made: list[threading.Thread] = []
+    engine._front = SimpleNamespace(text_for=lambda refs: made.append(threading.current_thread()))
+    ref = SimpleNamespace(text=AdapterText.of({"vocab_size": 9}))
+    held = HeldAdapters()
+    held.text = RequestText(None, 9, ())
+    assert await engine._text_for((ref,), held) is held.text
+    assert not made
+    await engine._text_for((ref,), None)
+    assert made != [threading.current_thread()]
+
+
+async def test_what_read_a_prompt_is_handed_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = FakeAsyncEngine({"sql": "/sql"}), []
+    generate = engine.generate
+
+    def watched(*values: Any, held: HeldAdapters, **options: Any) -> Any:
+        seen.append(held.text)
+        return generate(*values, held=held, **options)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "hi", "max_tokens": 1})
+    assert answer.status_code == 200
+    assert seen == [engine.text_of(None)]

@@ -570,7 +570,7 @@ class HeldAdapters:
     whatever is reloaded, switched or unloaded between the two.
 
     `refs` are held until each of `num_prompts` prompts took them, or this is closed; () for the base model.
-    registry: None only without refs.
+    registry: None only without refs. text: what reads and writes their requests, once that was made.
     """
 
     def __init__(
@@ -579,6 +579,7 @@ class HeldAdapters:
         self._registry = registry
         self._num_left = num_prompts
         self.refs = refs
+        self.text: object = None
 
     def take(self) -> tuple[LoRARef, ...]:
         """References of one prompt, as `acquire` gives them: the caller releases them."""
@@ -593,8 +594,7 @@ class HeldAdapters:
         return self.refs
 
     def close(self) -> None:
-        if self._num_left:
-            self._num_left = 0
-            for ref in self.refs:
-                assert self._registry is not None
-                self._registry.release(ref)
+        num_left, self._num_left = self._num_left, 0
+        for ref in self.refs if num_left else ():
+            assert self._registry is not None
+            self._registry.release(ref)
