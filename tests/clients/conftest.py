@@ -95,7 +95,7 @@ def run(served: Served) -> Callable[..., str]:
         client |= {"CLIENT_BLOCKED_KEY": served.blocked_key, "CLIENT_SLOW_KEY": served.slow_key}
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         if environment == "aiperf":  # offline it takes a directory for a name on the hub
-            offline = {}
+            offline = {"HF_HUB_OFFLINE": ""}
         paths = {"NODE_PATH": str(place / "node_modules"), "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
         env = {**os.environ, **client, **offline, **paths, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
         done = subprocess.run(

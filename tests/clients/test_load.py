@@ -62,15 +62,14 @@ def test_guidellm(served: Served, run: Callable[..., str], model: str, tmp_path:
     run("guidellm", "guidellm", "run", *words)
     [benchmark] = json.loads(out.read_text())["benchmarks"]
     assert benchmark["metrics"]["request_totals"] == {"successful": 8, "errored": 0, "incomplete": 0, "total": 8}
-    if route != "/v1/responses":  # which has no ignore_eos
-        assert benchmark["metrics"]["output_token_count"]["successful"]["total_sum"] == 64
+    assert benchmark["metrics"]["output_token_count"]["successful"]["total_sum"] == 64
 
 
 @pytest.mark.parametrize("form", [["chat", "--streaming"], ["completions", "--streaming"], ["chat"], ["responses"]])
 def test_aiperf(served: Served, run: Callable[..., str], model: str, tmp_path: Path, form: list[str]) -> None:
     words = ["--model", "reverse", "--url", served.url, "--api-key", served.key, "--endpoint-type", *form]
     words += ["--tokenizer", model, "--synthetic-input-tokens-mean", "24", "--output-tokens-mean", "8"]
-    words += [] if form == ["responses"] else ["--extra-inputs", "ignore_eos:true"]
+    words += ["--extra-inputs", "ignore_eos:true"]
     words += [
         "--request-count",
         "8",
@@ -86,5 +85,4 @@ def test_aiperf(served: Served, run: Callable[..., str], model: str, tmp_path: P
     found = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
     assert found["request_count"]["avg"] == 8
     assert found.get("error_request_count") is None
-    if form != ["responses"]:  # which has no ignore_eos
-        assert found["output_sequence_length"]["avg"] == 8
+    assert found["output_sequence_length"]["avg"] == 8

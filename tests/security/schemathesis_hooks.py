@@ -17,7 +17,7 @@ REASONS = re.compile(
             r"vocabulary|tokens|context|prompt",  # of this model
             r"chat template",
             r"any longer|of a page",  # where a list goes on
-            r"loaded already|is loaded|not loaded",
+            r"loaded already|is loaded|not loaded|belongs to adapter",
             r"(adapter|tenant) .*name|a name has|named? ",
             r"adapters? twice|one adapter|mix",
             r"needs? |exclude|send one|leave it out|not both",  # fields that say more than a schema of theirs

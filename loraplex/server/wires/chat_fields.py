@@ -61,6 +61,7 @@ class PassedFields(TargetFields):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, documented(minimum=0.001, maximum=10)] | None = None
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    ignore_eos: bool = False
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None

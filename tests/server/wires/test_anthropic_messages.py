@@ -123,6 +123,7 @@ async def test_an_answer_that_the_client_has_begun(client: httpx.AsyncClient, en
 
 async def test_what_it_shares_with_the_chat_route(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
     shared = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "cache_salt": "x", "max_tokens": 9}
+    shared["ignore_eos"] = True
     await respond(client, **shared, tools=[ADD], tool_choice={"type": "none"}, stop_sequences=["zz"])
     function = {"name": "add", "parameters": PARAMETERS, "description": "sums"}
     fields = {**shared, "tools": [{"type": "function", "function": function}], "tool_choice": "none", "stop": ["zz"]}

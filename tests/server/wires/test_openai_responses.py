@@ -113,7 +113,7 @@ async def test_items_as_the_template_sees_them(client: httpx.AsyncClient, engine
 
 async def test_what_it_shares_with_the_chat_route(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
     shared = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "repetition_penalty": 1.1}
-    kwargs = {"chat_template_kwargs": {"lang": "sq"}, "cache_salt": "x"}
+    kwargs = {"chat_template_kwargs": {"lang": "sq"}, "cache_salt": "x", "ignore_eos": True}  # guidellm sends the last
     await respond(client, **shared, **kwargs, tools=[ADD], tool_choice="none", max_output_tokens=9, user="ann")
     function = {"name": "add", "description": "sums", "parameters": PARAMETERS, "strict": True}
     chat = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}
