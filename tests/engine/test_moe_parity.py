@@ -136,6 +136,8 @@ def test_in_one_mixed_batch_and_again_from_the_prefix_cache(family: FamilyCases,
     said = [case.greedy.output_token_ids for case in family.cases]
     assert len(set(said)) == len(said)
     with start(family, lora_backend=backend, num_threads=2) as llm:
+        for request in filter(None, (case.lora_request for case in family.cases)):
+            llm.add_lora(request)  # or a slow load would let others begin without it
         generate(llm, family.cases)
         assert llm.stats().step_times.num_steps <= NUM_TOKENS + 1, "the batch was not one batch"
         for case, output in zip(family.cases, generate(llm, family.cases), strict=True):
