@@ -80,18 +80,26 @@ __attribute__((noinline)) void group_tile(const typename Math::Input* x, RowGrou
   const char* prefetched = ahead.at;
   const long panel_bytes = panel_size * sizeof(*w);
   constexpr long kUnroll = kPrefetch == Prefetch::kEveryOtherStep ? 2 : 1;
+  Vec16 total[ROWS][PANELS];  // in memory: registers are for sums
+  for (int m = 0; m < ROWS; m++)
+    for (int p = 0; p < PANELS; p++)
+      total[m][p] = resume ? load_first(y + m * y_stride + kPanel * p, columns - kPanel * p) : zero();
   for (; steps > 0; steps -= steps_per_group) {
     typename Math::Sum sum[ROWS][PANELS];
+    const bool is_shifted = panels.zero != nullptr;
+#pragma GCC unroll 12
+    for (int m = 0; m < ROWS; m++) {
+      const Int16Sums begin = broadcast_sum(rows.sum + m * rows.stride);
+#pragma GCC unroll 12
+      for (int p = 0; p < PANELS; p++) sum[m][p] = begin;
+    }
 #pragma GCC unroll 12
     for (int p = 0; p < PANELS; p++) {
       prefetch_l2(panels.scale + (PANELS + p) * panels.stride * panels.scale_bytes());  // of the panels behind these
-      const bool is_shifted = panels.zero != nullptr;
-      const Int16Sums zeros = is_shifted ? load_int8(panels.zero + p * panels.stride) : zero_sums();
+      if (!is_shifted) continue;
+      const Int16Sums zeros = load_int8(panels.zero + p * panels.stride);
 #pragma GCC unroll 12
-      for (int m = 0; m < ROWS; m++) {
-        const Int16Sums begin = broadcast_sum(rows.sum + m * rows.stride);
-        sum[m][p] = is_shifted ? multiply(begin, zeros) : begin;
-      }
+      for (int m = 0; m < ROWS; m++) sum[m][p] = multiply(sum[m][p], zeros);
     }
     for (long s = 0, count = steps < steps_per_group ? steps : steps_per_group; s < count; s++) {
       if (kUnroll == 1 || s % 2 == 0) {
@@ -110,18 +118,16 @@ __attribute__((noinline)) void group_tile(const typename Math::Input* x, RowGrou
 #pragma GCC unroll 12
     for (int p = 0; p < PANELS; p++) {
       const Vec16 scale = panels.scales(p * panels.stride);
-      const long count = columns - kPanel * p;
 #pragma GCC unroll 12
-      for (int m = 0; m < ROWS; m++) {
-        float* at = y + m * y_stride + kPanel * p;
-        const Vec16 product = mul(to_float(sum[m][p]), broadcast(rows.scale + m * rows.stride));
-        store_first(at, fma(product, scale, resume ? load_first(at, count) : zero()), count);
-      }
+      for (int m = 0; m < ROWS; m++)
+        total[m][p] = fma(mul(to_float(sum[m][p]), broadcast(rows.scale + m * rows.stride)), scale, total[m][p]);
     }
-    resume = true;
     rows.scale++, rows.sum++;
     panels = panels.from(0, 1);
   }
+  for (int m = 0; m < ROWS; m++)
+    for (int p = 0; p < PANELS; p++)
+      store_first(y + m * y_stride + kPanel * p, total[m][p], columns - kPanel * p);
 }
 
 }  // namespace loraplex

@@ -22,12 +22,7 @@ inline float quantize_row(const float* x, long in, int16_t* q) {
 }
 
 inline void store_steps(int16_t* p, Vec16 v) { store_int16(p, v); }
-// As Int4Bytes has them: numbers 0, 4, 1, 5, 2, 6, 3, 7 of each eight.
-inline void store_steps(int8_t* p, Vec16 v) {
-  int16_t wide[16];
-  store_int16(wide, v);
-  for (int i = 0; i < 16; i++) p[i / 8 * 8 + (i / 2 % 2 * 4 + i % 2 * 2 + i / 4 % 2)] = (int8_t)wide[i];
-}
+inline void store_steps(int8_t* p, Vec16 v) { store_int8_steps(p, v); }
 
 // The same of each group of one row, as int16 or int8; a group begins at place(its first k). Scale and -zero * (sum
 // of q).

@@ -160,6 +160,12 @@ inline void store_int16(int16_t* p, Vec16 v) {  // rounded to nearest even, satu
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(v.v)));
 }
 
+// As int8, with numbers 0, 4, 1, 5, 2, 6, 3, 7 of each eight side by side: what load_nibble_bytes goes with.
+inline void store_int8_steps(int8_t* p, Vec16 v) {
+  const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v.v)), order));
+}
+
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 inline void prefetch_l2(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 

@@ -262,6 +262,13 @@ inline void store_int16(int16_t* p, Vec16 v) {  // rounded to nearest even, satu
   }
 }
 
+// As int8, with numbers 0, 4, 1, 5, 2, 6, 3, 7 of each eight side by side: what load_nibble_bytes goes with.
+inline void store_int8_steps(int8_t* p, Vec16 v) {
+  int16_t wide[16];
+  store_int16(wide, v);
+  for (int i = 0; i < 16; i++) p[i / 8 * 8 + i % 4 * 2 + i / 4 % 2] = (int8_t)wide[i];
+}
+
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 

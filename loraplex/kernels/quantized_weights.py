@@ -119,9 +119,11 @@ class GroupWeight:
         return replace(self, q=self.q[:, first:last], scale=self.scale[:, groups], zero=zero)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        groups = F.pad(x.float(), (0, -x.shape[1] % self.group_size)).unflatten(1, (-1, self.group_size))
+        padded = F.pad(x.float(), (0, -x.shape[1] % self.group_size))
+        groups = padded.view(len(x), padded.shape[1] // self.group_size, self.group_size)
         scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-        return ((groups / scale).round() * scale).flatten(1)[:, : x.shape[1]].to(x.dtype)
+        rounded: torch.Tensor = (groups / scale).round() * scale
+        return rounded.flatten(1)[:, : x.shape[1]].to(x.dtype)
 
     def _numbers(
         self, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype

@@ -163,7 +163,7 @@ class WholeWeights:
         if quantization is None or name in self._kept:
             return self._ops.row_norms(weight, 0, len(weight), a, b, scaling)
         width, squares = self._own_widths[name], torch.zeros(len(weight))
-        for own, own_a in zip(weight.split(width, 1), a.split(width, 1), strict=True):
+        for own, own_a in zip(torch.split(weight, width, 1), torch.split(a, width, 1), strict=True):
             kept = self._ops.prepare_linear(own.contiguous(), quantization)
             squares += self._ops.row_norms(kept, 0, len(weight), own_a, b, scaling).square()
         return squares.sqrt()

@@ -36,7 +36,11 @@ def logprobs_of(driver: Driver, asks: list[Asked]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("quantization", "backend"),
-    [("int8", "auto"), ("int4", "auto"), *(pytest.param(each, "reference", marks=pytest.mark.ranks) for each in ("int8", "int4", "fp8"))],
+    [
+        ("int8", "auto"),
+        ("int4", "auto"),
+        *(pytest.param(each, "reference", marks=pytest.mark.ranks) for each in ("int8", "int4", "fp8")),
+    ],
 )
 def test_a_quantised_base_is_no_further_from_the_exact_one_than_with_one_rank(
     zoo: ModelZoo, quantization: str, backend: str
@@ -73,7 +77,9 @@ def test_norms_and_rows_are_of_the_whole_base(zoo: ModelZoo, quantization: str |
             seen.append((norms, model.base_rows("lm_head", tokens), model.base_rows("model.embed_tokens", tokens)))
     for (name, *_), of_one, of_two in zip(MODULES, seen[0][0], seen[1][0], strict=True):
         is_split = quantization is not None and name.endswith("down_proj")
-        torch.testing.assert_close(of_two, of_one, rtol=(2e-2 if quantization == "int4-a16" else 2e-3) if is_split else 1e-5, atol=0)
+        torch.testing.assert_close(
+            of_two, of_one, rtol=(2e-2 if quantization == "int4-a16" else 2e-3) if is_split else 1e-5, atol=0
+        )
         assert not is_split or not torch.equal(of_two, of_one)
     assert all(torch.equal(*each) for each in zip(seen[0][1:], seen[1][1:], strict=True))
 

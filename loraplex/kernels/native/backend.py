@@ -188,7 +188,8 @@ class NativeBackend(TorchBackend):
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> PanelWeight:
-        return PanelWeight.over(tensors["panels"], tensors.get("scale"), *shape, tensors.get("zero"))
+        out_features, in_features = shape
+        return PanelWeight.over(tensors["panels"], tensors.get("scale"), out_features, in_features, tensors.get("zero"))
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, PanelWeight):

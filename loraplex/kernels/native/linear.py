@@ -163,7 +163,7 @@ def _by_panels(of_groups: torch.Tensor) -> torch.Tensor:
 def round_int4(
     library: NativeLibrary, weight: torch.Tensor, group_size: int, activation_bits: int, num_threads: int
 ) -> Int4Weight:
-    """`weight` [out, in] in 4 bits, each group with the scale of least squared error among a dozen (csrc/pack.cpp)."""
+    """`weight` [out, in] in 4 bits, each group with the scale of least squared error among seven (csrc/pack.cpp)."""
     out_features, in_features = weight.shape
     source = weight.to(torch.float32).contiguous()
     q = torch.empty(out_features, in_features, dtype=torch.uint8)
