@@ -110,6 +110,7 @@ SMALL_FILES = {
     "loraplex.compat.deltas": "names of the field, for users; nothing in the product imports them",
     "loraplex.models.checkpoints.forms": "the one that knows all forms, each of which is a file",
     "loraplex.models.checkpoints.mxfp4": "a form of its own; experts of gpt-oss have it beside compressed-tensors",
+    "loraplex.models.commands": "a group of commands, beside what it shows; cli.py is at its size",
     "loraplex.progress": "draws on a terminal; cli.py is at its size",
     "loraplex.ranks.start": "a process runs it; it acts before the follower's imports",
     "loraplex.serve.ray_router": "Ray Serve imports it by its name, where nothing else of the deployment is",
