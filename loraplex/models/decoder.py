@@ -28,7 +28,6 @@ from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend, LayerOps
-from loraplex.kernels.speedup import KernelShapes, measure_speedups
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward, StepBatch
 from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
 from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
@@ -44,6 +43,7 @@ from loraplex.layers.linear import (
 from loraplex.layers.lora import BaseLayerWithLoRA, with_lora
 from loraplex.metrics import KernelFallback, KernelSpeedup
 from loraplex.models.config import ModelConfig
+from loraplex.models.speedup import KernelShapes, measure_speedups
 
 Linear = ParallelLinear | BaseLayerWithLoRA
 """A linear as a block calls it: `forward(x, plan)`."""
