@@ -303,8 +303,8 @@ void linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int6
       return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, (const float*)weight_scale, out, bias, y, delta,
                          lora_seconds, shares);
     case kInt4:
-      return group_linear<Int4Groups>(x, x_stride, rows, in, weight, *(const GroupScales*)weight_scale, out, bias, y, delta,
-                                lora_seconds, shares);
+      return group_linear<Int4Groups>(x, x_stride, rows, in, weight, *(const GroupScales*)weight_scale, out, bias, y,
+                                      delta, lora_seconds, shares);
     case kInt4Bytes:
       return group_linear<Int4Bytes>(x, x_stride, rows, in, weight, *(const GroupScales*)weight_scale, out, bias, y,
                                      delta, lora_seconds, shares);

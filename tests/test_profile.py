@@ -14,10 +14,10 @@ from loraplex.demo.tasks import adapter_path, assets_path
 from loraplex.errors import ConfigError
 from loraplex.frontend.llm import LLM
 from loraplex.kernels.protocols import KernelBackend
-from loraplex.kernels.speedup import KernelShapes
 from loraplex.metrics import KernelSpeedup
 from loraplex.models import decoder
 from loraplex.models.config import ModelConfig
+from loraplex.models.speedup import KernelShapes
 from loraplex.performance.settings import ProfileSettings
 from loraplex.profile import PARTS, Profile, StepProfiler, profile, run_profile
 

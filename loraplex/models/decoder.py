@@ -31,7 +31,6 @@ from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend, LayerOps
-from loraplex.kernels.speedup import KernelShapes, measure_speedups
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward, StepBatch
 from loraplex.layers.common import (
     Attention,
@@ -59,6 +58,7 @@ from loraplex.layers.moe import SparseMLP
 from loraplex.metrics import KernelFallback, KernelSpeedup
 from loraplex.models.config import ModelConfig
 from loraplex.models.shares import check_shares
+from loraplex.models.speedup import KernelShapes, measure_speedups
 
 Linear = ParallelLinear | BaseLayerWithLoRA
 """A linear as a block calls it: `forward(x, plan)`."""

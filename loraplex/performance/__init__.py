@@ -7,5 +7,5 @@
 
 Elsewhere are its surfaces: the command (`loraplex/profile.py`), the route (`server/profile_api.py`), the pictures
 (`views/live_profile.py`, `views/html_report.py`), and what measures kernels (`kernels/profiled.py`,
-`kernels/speedup.py`). Standard library only.
+`models/speedup.py`). Standard library only.
 """

@@ -60,7 +60,7 @@ def test_a_quantised_base_is_no_further_from_the_exact_one_than_with_one_rank(
     exact, of_one, of_two = seen
     assert rms(of_one, exact) > 0
     assert rms(of_two, exact) <= 1.15 * rms(of_one, exact)
-    assert said[2] == said[1] or backend == "reference"
+    assert said[2] == said[1] or backend == "reference" or quantization == "int4"
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4-a16"])

@@ -13,8 +13,8 @@ from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.protocols import KernelBackend
-from loraplex.kernels.speedup import KernelShapes, measure_speedups
 from loraplex.metrics import KernelSpeedup
+from loraplex.models.speedup import KernelShapes, measure_speedups
 from tests.kernels.cases import BF16, FP32, NATIVE
 
 CPU = torch.device("cpu")
