@@ -31,7 +31,8 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
       return loraplex_add_rms_norm(out(0), size[0], out(1), size[1], step.rows, size[2], in(2), eps, scale, threads);
     case kRotaryWriteKv: {  // a RotaryCall, without what the step has; where the layer's angles begin in a row of them
       RotaryCall call = *(const RotaryCall*)at[0];
-      call.cos = step.cos + size[0], call.sin = step.sin + size[0], call.kv_slots = step.kv_slots, call.tokens = step.rows;
+      call.cos = step.cos + size[0], call.sin = step.sin + size[0];
+      call.kv_slots = step.kv_slots, call.tokens = step.rows;
       return loraplex_rotary_write_kv(&call);
     }
     case kPagedAttention:  // q, kv, out; stride of q, window
