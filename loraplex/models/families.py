@@ -328,7 +328,7 @@ FAMILIES: dict[str, Family] = {
         honoured=_EXPERT_COUNTS,
         defaults={
             **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
-            **{"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+            **{"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0},
         },
     ),
     "qwen2_moe": Family(

@@ -94,8 +94,10 @@ def test_values_are_those_of_transformers(family: str, keys: Mapping[str, Any], 
     assert got.head_dim == (getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads)
     assert got.sliding_windows == transformers_windows(want)
     has_bias = getattr(want, "use_bias", False)
-    assert got.qkv_bias == (family == "qwen2" or has_bias or getattr(want, "attention_bias", False))
-    assert got.o_bias == (family not in ("qwen2", "glm4") and (has_bias or getattr(want, "attention_bias", False)))
+    assert got.qkv_bias == (family in ("qwen2", "qwen2_moe") or has_bias or getattr(want, "attention_bias", False))
+    assert got.o_bias == (
+        family not in ("qwen2", "qwen2_moe", "glm4") and (has_bias or getattr(want, "attention_bias", False))
+    )
     assert got.mlp_bias == (has_bias or getattr(want, "mlp_bias", False))
     ropes = [
         want.rope_parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in want.rope_parameters

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget, Shard
-from loraplex.kernels.native import glue, lora, sampling
+from loraplex.kernels.experts import ExpertLinear, Experts
+from loraplex.kernels.native import experts, glue, lora, sampling
 from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotary_write_kv
 from loraplex.kernels.native.board import PART_BYTES, RankBoard, board_nbytes
 from loraplex.kernels.native.checksum import checksums
@@ -99,6 +100,18 @@ def _silu_mul(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 def _gelu(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     x = 3 * _draw(3, 2 * 203)
     return tuple(glue.gelu(library, x, is_tanh, has_up, 1) for is_tanh in (False, True) for has_up in (False, True))
+
+
+def _experts(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """Three experts, of which a row has two; then a part with a factor of its own."""
+    linears = [
+        ExpertLinear(pack_linear(library, _draw(out, width), torch.float32, 1), None, (), -1)
+        for _ in range(3)
+        for out, width in ((2 * 21, 35), (35, 21))
+    ]
+    layer, x = Experts(tuple(linears[0::2]), tuple(linears[1::2]), 2, normalizes=True), _draw(5, 35)
+    y = experts.experts(library, x, _draw(5, 3), layer, None, 1)
+    return y, experts.add_gated(library, y.clone(), x, _draw(5, 1), 1)
 
 
 def _ranking(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
@@ -285,6 +298,7 @@ CASES: Mapping[str, Case] = {
     "layer_norm": _layer_norm,
     "silu_mul": _silu_mul,
     "gelu": _gelu,
+    "experts": _experts,
     "argmax, top_k, logprobs": _ranking,
     "token weights": _weights,
     "checksums": _checksums,
