@@ -19,6 +19,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ from loraplex.errors import (
     ModelConfigError,
     shown,
 )
+from loraplex.logs import request_context
 from loraplex.sampling_params import MAX_STOP_TOKEN_IDS
 from loraplex.text.chat_template import Json
+from loraplex.text.fair_turns import FairTurns
 from loraplex.text.request_text import RequestText, generation_defaults, json_object
 from loraplex.text.template_process import TemplateProcesses
 from loraplex.text.tokenizer import SpecialTokens, Tokenizer, named_templates, stated_eos_token_ids
@@ -93,7 +96,7 @@ class AdapterTexts:
         self._known: OrderedDict[bytes, Declared] = OrderedDict()
         self._built: OrderedDict[str, RequestText] = OrderedDict()
         self._lock = threading.Lock()
-        self._parsing = threading.BoundedSemaphore(NUM_PARSING)
+        self._turns = FairTurns(NUM_PARSING)
 
     def close(self) -> None:
         """End the processes of chat templates."""
@@ -126,7 +129,8 @@ class AdapterTexts:
         if len(text.json) > MAX_DOCUMENT_BYTES:
             reason = f"its own tokens, templates and defaults are more than {MAX_DOCUMENT_BYTES} bytes of JSON"
             raise AdapterValidationError.from_reasons(folder.adapter, [reason])
-        built = self.of(text)
+        with self._turn():
+            built = self.of(text)
         end, known = built.vocab_size, document.get("added_tokens", [])
         beyond = [token["content"] for token in known if token["id"] >= end]
         if beyond:
@@ -138,6 +142,11 @@ class AdapterTexts:
             )
         return text
 
+    def _turn(self) -> AbstractContextManager[None]:
+        """Of the tenant whose load it is."""
+        request = request_context.get()
+        return self._turns.of("" if request is None else request.tenant)
+
     def _read_tokens(self, folder: AdapterFolder) -> dict[str, Json]:
         base = self._base.tokenizer
         assert base is not None
@@ -148,7 +157,7 @@ class AdapterTexts:
         config: dict[str, Json] = {}
         if not all(is_copy.values()):
             config = json_object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
-            with self._parsing:
+            with self._turn():
                 document |= self._own_tokens(files, is_copy, config)
         templates = _templates(template, config)
         if templates and templates != base.chat_templates:
@@ -295,8 +304,7 @@ class AdapterTexts:
             if built is not None:
                 self._built.move_to_end(text.digest)
                 return built
-        with self._parsing:
-            built = self._build(text)
+        built = self._build(text)
         with self._lock:
             built = self._built.setdefault(text.digest, built)
             if len(self._built) > MAX_BUILT:

@@ -129,7 +129,6 @@ def listed_prefixes(place: ObjectAdapter, start: str, timeout_s: float = LIST_TI
     `sql-1` comes before `sql`, as `sql-1/` does before `sql/`. One answer of it, and whether there is more."""
     import asyncio
 
-
     async def within() -> tuple[list[str], bool]:
         below = f"{place.key}/" if place.key else ""
         async with asyncio.timeout(timeout_s):
