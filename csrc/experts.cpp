@@ -68,7 +68,8 @@ void sort_rows(const ExpertsCall& call, const float* logits, long logits_stride,
   for (auto* each : {&routes.chosen_factors, &routes.factors}) each->resize(rows * k);
   routes.begin.assign(call.experts + 1, 0);
   for (long t = 0; t < rows; t++) {
-    choose(call, logits + t * logits_stride, routes, routes.chosen.data() + t * k, routes.chosen_factors.data() + t * k);
+    choose(call, logits + t * logits_stride, routes, routes.chosen.data() + t * k,
+           routes.chosen_factors.data() + t * k);
     for (long i = 0; i < k; i++) routes.begin[routes.chosen[t * k + i] + 1]++;
   }
   for (long e = 0; e < call.experts; e++) routes.begin[e + 1] += routes.begin[e];

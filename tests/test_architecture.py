@@ -92,8 +92,7 @@ TORCH_FREE = ("loraplex.engine.scheduler",)
 MAX_FILES = 17
 LARGER_FOLDERS = {
     ".": (21, "one file a noun that several packages share, and one a command"),
-    "adapters": (18, "what files of adapters may say, a file for each sort of it"),
-    "kernels": (20, "what kernels read, one file a backend, and what is counted of them"),
+    "kernels": (19, "what kernels read, one file a backend, and what is counted of them"),
     "server": (48, "one file a route and one a bound of the protocol; each is opened alone"),
 }
 """Folders with more files, how many they may have, and why. A number may only fall."""

@@ -28,8 +28,8 @@ from loraplex.adapters.kinds import (
     no_part,
     unused_reasons,
 )
-from loraplex.adapters.opener import ReadText, no_text
 from loraplex.adapters.regular_file import check_size
+from loraplex.adapters.sources.opener import ReadText, no_text
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.validation import WHY_CALLED, TensorCheck, why_uncalled
 from loraplex.adapters.weights import CheckedReader, LoRAModel

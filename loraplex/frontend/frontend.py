@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.files import AdapterFolder
-from loraplex.adapters.opener import AdapterOpener, no_text
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.remote.fetched import FOLDER_NAME as FETCHED
@@ -18,6 +17,7 @@ from loraplex.adapters.remote.fetched import MAX_FETCHED_BYTES, FetchedFiles
 from loraplex.adapters.remote.wanted import MAX_TEXT_BYTES
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.sources.by_need import LoadsByNeed
+from loraplex.adapters.sources.opener import AdapterOpener, no_text
 from loraplex.adapters.sources.uploads import DEFAULT_LIMITS, UPLOAD_PREFIX, UploadLimits, UploadStore
 from loraplex.adapters.sources.uploads import FOLDER_NAME as UPLOADS
 from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase

@@ -17,10 +17,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ from loraplex.errors import (
 from loraplex.logs import request_context
 from loraplex.sampling_params import MAX_STOP_TOKEN_IDS
 from loraplex.text.chat_template import Json
-from loraplex.text.fair_turns import FairTurns
 from loraplex.text.request_text import RequestText, generation_defaults, json_object
 from loraplex.text.template_process import TemplateProcesses
 from loraplex.text.tokenizer import SpecialTokens, Tokenizer, named_templates, stated_eos_token_ids
@@ -383,3 +382,42 @@ def _templates(template: bytes | None, config: Mapping[str, Json]) -> dict[str, 
 
 def _size_of(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    client: str
+
+
+class FairTurns:
+    """`num_turns` threads at a time: those that run Python take the interpreter's lock from each other and from the
+    event loop. The next turn is for the client that has fewest, and of those for the thread that waits longest."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._num_free = num_turns
+        self._running: Counter[str] = Counter()
+        self._waiting: list[_Waiting] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, client: str) -> Iterator[None]:
+        """A turn of this client, which waits for it."""
+        own = _Waiting(client)
+        with self._changed:
+            self._waiting.append(own)
+            self._changed.wait_for(lambda: self._num_free > 0 and self._next() is own)
+            self._waiting.remove(own)
+            self._num_free -= 1
+            self._running[client] += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_free += 1
+                self._running[client] -= 1
+                self._running += Counter()  # without clients that have none
+                self._changed.notify_all()
+
+    def _next(self) -> _Waiting:
+        return min(self._waiting, key=lambda each: self._running[each.client])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.source_reader import SourceReader
+from loraplex.adapters.sources.opener import AdapterOpener
 from loraplex.adapters.weights import CheckedReader
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
 from loraplex.adapters import source_reader
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.remote import hub
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.source_reader import REFUSED_S, SourceReader, read_spec
+from loraplex.adapters.sources.opener import AdapterOpener
 from loraplex.adapters.weights import CheckedReader
 from loraplex.core import AdapterSpec
 from loraplex.demo.tasks import TASKS, adapter_path

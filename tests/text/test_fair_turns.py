@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from loraplex.text.fair_turns import FairTurns
+from loraplex.text.adapter_text import FairTurns
 
 
 def until(condition: Callable[[], bool]) -> None:

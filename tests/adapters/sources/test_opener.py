@@ -6,9 +6,9 @@ import gc
 from pathlib import Path
 
 from loraplex.adapter_store import AdapterContent, LongContext
-from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.registry import AdapterText
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.sources.opener import AdapterOpener
 
 
 def test_names_of_one_text_share_it(tmp_path: Path) -> None:
