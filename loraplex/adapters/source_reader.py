@@ -14,7 +14,7 @@ from loraplex.adapter_store import AdapterContent
 from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.weights import CheckedReader, LoRAModel
+from loraplex.adapters.weights import ByteBudget, CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.errors import (
     AdapterBaseMismatchError,
@@ -30,6 +30,9 @@ from loraplex.errors import (
 REFUSED_S, MAX_REFUSED = 30.0, 256
 """How long files that were refused are not read again unless they change, and of how many adapters that is known."""
 
+MAX_READ_BYTES = 2**30
+"""Of files that are opened at a time, apart from those that requests wait for. One alone may have more."""
+
 KEPT_OPEN_S, MAX_OPEN_BYTES = 2.0, 64 * 2**20
 """How long weights that were opened wait for the verb that adds them, and of how many bytes."""
 
@@ -44,10 +47,13 @@ _OF_CONTENT = (
 """What the content of files is refused with; another try may end otherwise after all other errors."""
 
 
-def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader) -> LoRAModel:
-    """Of a directory that was fetched: its files must lie where the source allows it when they are opened, too."""
+def read_adapter(
+    path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader, budget: ByteBudget | None = None
+) -> LoRAModel:
+    """Of a directory that was fetched: its files must lie where the source allows it when they are opened, too. budget:
+    as in `CheckedReader.read`."""
     roots = source.roots_of(Path(path))
-    return reader.read(Path(path), PEFTHelper.from_local_dir(path, adapter_name, roots), roots)
+    return reader.read(Path(path), PEFTHelper.from_local_dir(path, adapter_name, roots), roots, budget)
 
 
 def content_of(model: LoRAModel) -> AdapterContent:
@@ -136,11 +142,12 @@ class SourceReader:
         self._clock = clock
         self._refused: OrderedDict[AdapterSpec, tuple[object, float, dict[str, Any]]] = OrderedDict()
         self._lock = threading.Lock()
+        self._open_budget = ByteBudget(MAX_READ_BYTES)
         self._opened = OpenedModels(MAX_OPEN_BYTES)
 
     def open(self, path: str, adapter_name: str) -> AdapterContent:
         """Raises what `read_adapter` raises. What it read is there for the next `read` of it."""
-        model = read_adapter(path, adapter_name, self._source, self._reader)
+        model = read_adapter(path, adapter_name, self._source, self._reader, self._open_budget)
         self._opened.put(path, model)
         return content_of(model)
 

@@ -40,7 +40,7 @@ from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFo
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
-from loraplex.adapters.regular_file import Roots, check_size
+from loraplex.adapters.regular_file import Roots, check_size, num_stored
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
@@ -322,8 +322,10 @@ class CheckedReader:
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, directory: Path, helper: PEFTHelper, roots: Roots = None) -> LoRAModel:
-        """Read and validate an adapter's directory.
+    def read(
+        self, directory: Path, helper: PEFTHelper, roots: Roots = None, budget: ByteBudget | None = None
+    ) -> LoRAModel:
+        """Read and validate an adapter's directory. budget: of what readers hold, if not the one of this reader.
 
         Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN; then conversions).
 
@@ -332,12 +334,12 @@ class CheckedReader:
         """
         if helper.is_other_method:
             helper.validate_legal(self.lora_config)
-        folder = AdapterFolder(directory, helper.adapter, roots)
+        folder, budget = AdapterFolder(directory, helper.adapter, roots), budget or self._budget
         file_bytes = _bytes_to_read(folder)
-        with self._budget.hold(file_bytes):
+        with budget.hold(file_bytes):
             model = self._read(folder, helper, file_bytes, 0)
         if isinstance(model, int):
-            with self._budget.hold(file_bytes + model):
+            with budget.hold(file_bytes + model):
                 model = self._read(folder, helper, file_bytes, model)
         if isinstance(model, int):
             raise AdapterLoadError(f"adapter {helper.adapter!r} changed while it was read; load it again")
@@ -412,11 +414,12 @@ class CheckedReader:
 
 
 def _bytes_to_read(folder: AdapterFolder) -> int:
-    """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors."""
+    """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors. A sparse file
+    is refused once it is read."""
     nbytes = 0
     for path in (each for each in read_files(folder) if each.name not in TEXT_NAMES):
         with suppress(OSError):
-            nbytes += os.stat(path).st_size * (BIN_COPIES if path.name == BIN_NAME else 1)
+            nbytes += num_stored(os.stat(path)) * (BIN_COPIES if path.name == BIN_NAME else 1)
     return nbytes
 
 

@@ -69,6 +69,7 @@ class EngineProcess:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._loads, self._quick_verbs = LoaderThreads(NUM_LOAD_THREADS), LoaderThreads(NUM_QUICK_VERB_THREADS)
+        self._opens = LoaderThreads(NUM_LOAD_THREADS)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -99,7 +100,7 @@ class EngineProcess:
                 self._send_events()
                 self._beat()
         finally:
-            for threads in (self._loads, self._quick_verbs):
+            for threads in (self._loads, self._opens, self._quick_verbs):
                 threads.close(timeout_s=0)
             self._engine.close()
 
@@ -191,6 +192,8 @@ class EngineProcess:
             self._send(_call(message.call_id, verb))
         else:
             threads = self._quick_verbs if message.method in QUICK_VERBS else self._loads
+            if message.method == "open_adapter":  # of files that no request waits for: pins and loads go beside them
+                threads = self._opens
             threads.submit(partial(self._answer, message.call_id, verb))
 
     def _shutdown(self, message: msg.Shutdown) -> None:

@@ -17,10 +17,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from loraplex.adapters.files import (
     AdapterFolder,
 )
 from loraplex.adapters.registry import AdapterText
+from loraplex.adapters.sources.turns import FairTurns
 from loraplex.errors import (
     AdapterValidationError,
     AdapterWeightsMissingError,
@@ -45,7 +45,6 @@ from loraplex.errors import (
     ModelConfigError,
     shown,
 )
-from loraplex.logs import request_context
 from loraplex.sampling_params import MAX_STOP_TOKEN_IDS
 from loraplex.text.chat_template import Json
 from loraplex.text.request_text import RequestText, generation_defaults, json_object
@@ -95,7 +94,7 @@ class AdapterTexts:
         self._known: OrderedDict[bytes, Declared] = OrderedDict()
         self._built: OrderedDict[str, RequestText] = OrderedDict()
         self._lock = threading.Lock()
-        self._turns = FairTurns(NUM_PARSING)
+        self._turns = FairTurns(NUM_PARSING, most_of_a_client=1)
 
     def close(self) -> None:
         """End the processes of chat templates."""
@@ -128,7 +127,7 @@ class AdapterTexts:
         if len(text.json) > MAX_DOCUMENT_BYTES:
             reason = f"its own tokens, templates and defaults are more than {MAX_DOCUMENT_BYTES} bytes of JSON"
             raise AdapterValidationError.from_reasons(folder.adapter, [reason])
-        with self._turn():
+        with self._turns.own():
             built = self.of(text)
         end, known = built.vocab_size, document.get("added_tokens", [])
         beyond = [token["content"] for token in known if token["id"] >= end]
@@ -141,11 +140,6 @@ class AdapterTexts:
             )
         return text
 
-    def _turn(self) -> AbstractContextManager[None]:
-        """Of the tenant whose load it is."""
-        request = request_context.get()
-        return self._turns.of("" if request is None else request.tenant)
-
     def _read_tokens(self, folder: AdapterFolder) -> dict[str, Json]:
         base = self._base.tokenizer
         assert base is not None
@@ -156,7 +150,7 @@ class AdapterTexts:
         config: dict[str, Json] = {}
         if not all(is_copy.values()):
             config = json_object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
-            with self._turn():
+            with self._turns.own():
                 document |= self._own_tokens(files, is_copy, config)
         templates = _templates(template, config)
         if templates and templates != base.chat_templates:
@@ -382,42 +376,3 @@ def _templates(template: bytes | None, config: Mapping[str, Json]) -> dict[str, 
 
 def _size_of(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    client: str
-
-
-class FairTurns:
-    """`num_turns` threads at a time: those that run Python take the interpreter's lock from each other and from the
-    event loop. The next turn is for the client that has fewest, and of those for the thread that waits longest."""
-
-    def __init__(self, num_turns: int) -> None:
-        self._num_free = num_turns
-        self._running: Counter[str] = Counter()
-        self._waiting: list[_Waiting] = []
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def of(self, client: str) -> Iterator[None]:
-        """A turn of this client, which waits for it."""
-        own = _Waiting(client)
-        with self._changed:
-            self._waiting.append(own)
-            self._changed.wait_for(lambda: self._num_free > 0 and self._next() is own)
-            self._waiting.remove(own)
-            self._num_free -= 1
-            self._running[client] += 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_free += 1
-                self._running[client] -= 1
-                self._running += Counter()  # without clients that have none
-                self._changed.notify_all()
-
-    def _next(self) -> _Waiting:
-        return min(self._waiting, key=lambda each: self._running[each.client])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
 import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -13,10 +15,14 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from loraplex.adapter_store import AddOutcome
 from loraplex.adapters.sources.named import NamedSource
 from loraplex.config import EngineConfig
 from loraplex.errors import AdapterPathNotFoundError
+from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import NUM_VERB_THREADS, AsyncEngine
+from loraplex.frontend.process import EngineProcess
+from loraplex.frontend.store import STORE_METHODS
 from loraplex.memory.weights.loading import LoaderThreads, ReadSlots
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
 from loraplex.server.adapter_roots import AdapterRoots
@@ -200,3 +206,23 @@ async def test_a_path_of_many_parts_is_refused_unresolved(tmp_path: Path, monkey
     roots = AdapterRoots(("/srv",), (Path("/srv"),))
     with pytest.raises(AdapterPathNotFoundError, match=r"has 65 slashes, and a path may have 64"):
         roots.check("/x" * 65)
+
+
+async def test_opens_take_no_thread_of_pins_and_loads(hang: threading.Event) -> None:
+    """Files with a slow pattern in eight threads, and no adapter was loaded for any request."""
+    process = cast(Any, object.__new__(EngineProcess))
+    process._loads, process._opens, process._quick_verbs = (LoaderThreads(1) for _ in range(3))
+    process._ended, process._replies = [], queue.SimpleQueue()
+    process._wake_write = os.open(os.devnull, os.O_WRONLY)
+    store = SimpleNamespace(**dict.fromkeys(STORE_METHODS))
+    store.open_adapter = lambda path, name: hang.wait(60)
+    store.promote_adapter = lambda adapter_id: AddOutcome(True)
+    process._engine = SimpleNamespace(adapters=store, abort_adapter=None)
+    try:
+        process._call_store(msg.CallStore(1, "open_adapter", ("/a", "a")))
+        process._call_store(msg.CallStore(2, "promote_adapter", (7,)))
+        reply = await asyncio.to_thread(process._replies.get, timeout=30)
+        assert msg.decode_from_engine(reply).call_id == 2
+    finally:
+        hang.set()
+        os.close(process._wake_write)

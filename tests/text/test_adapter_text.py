@@ -28,6 +28,7 @@ from loraplex.errors import (
     AdapterValidationError,
     InvalidRequestError,
 )
+from loraplex.logs import RequestContext, request_context
 from loraplex.processes import bounded
 from loraplex.text import adapter_text, template_process
 from loraplex.text.adapter_text import MAX_ADDED_TOKENS, NUM_PARSING, AdapterTexts
@@ -696,7 +697,12 @@ def test_few_threads_read_tokenizer_files_at_a_time(place: Place, monkeypatch: p
 
     gate = threading.Event()
     monkeypatch.setattr(place.texts, "_own_tokens", counted)
-    threads = [threading.Thread(target=place.read) for _ in range(8)]
+
+    def read(tenant: str) -> None:
+        request_context.set(RequestContext("", tenant))
+        place.read()
+
+    threads = [threading.Thread(target=read, args=(tenant,)) for tenant in "abcdabcd"]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -12,8 +12,12 @@ from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.remote.fetched import FetchedFiles, MakeRoom
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.sources.turns import FairTurns
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterValidationError, shortened
+
+NUM_OPENS, NUM_OPENS_OF_A_CLIENT = 8, 4
+"""At a time."""
 
 _OF_WEIGHTS = {"vocab_size", "invocation_tokens", *(each.name for each in fields(LongContext))}
 """What the document of a text has of weights and configuration."""
@@ -37,11 +41,11 @@ class AdapterOpener:
     source: AdapterSource
     read_content: ReadContent
     read_text: ReadText = no_text
+    _turns: FairTurns = field(default_factory=lambda: FairTurns(NUM_OPENS, NUM_OPENS_OF_A_CLIENT), repr=False)
     _texts: WeakValueDictionary[str, AdapterText] = field(default_factory=WeakValueDictionary, repr=False)
 
     def open(self, path_or_id: str, called: str = "") -> OpenedAdapter:
-        """Fetch, read and validate. called: as in
-        `AdapterSource.fetch`."""
+        """Fetch, read and validate. called: as in `AdapterSource.fetch`."""
         directory = str(self.source.fetch(path_or_id, called=called))
         return self.open_uploaded(directory, shortened(called or path_or_id))
 
@@ -79,7 +83,8 @@ class AdapterOpener:
         return self._opened(directory, adapter_name, text_of)
 
     def _opened(self, directory: str, name: str, text_of: Callable[[int | None], AdapterText | None]) -> OpenedAdapter:
-        content = self.read_content(directory, name)
+        with self._turns.own():
+            content = self.read_content(directory, name)
         text = _with_context(text_of(content.vocab_size), content.long_context)
         if content.invocation_tokens:
             text = AdapterText.activated(text, content.invocation_tokens)

@@ -1,0 +1,97 @@
+"""Turns of threads are bounded, and one client's do not stand before another's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from loraplex.adapters.sources import turns as fair_turns
+from loraplex.adapters.sources.turns import FairTurns
+
+
+def until(condition: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("it did not come to that")
+
+
+def test_the_next_turn_is_for_the_client_that_has_fewest() -> None:
+    turns, order, gates = FairTurns(2, 2), list[str](), dict[str, threading.Event]()
+
+    def work(name: str) -> None:
+        with turns.of(name[0]):
+            order.append(name)
+            assert gates[name].wait(60)
+
+    threads = []
+    for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
+        gates[name] = threading.Event()
+        threads.append(threading.Thread(target=work, args=(name,)))
+        threads[-1].start()
+        until(lambda: len(order) + len(turns._waiting) == len(threads))
+    assert order == ["a1", "a2"]
+    for ends, next_one in (("a1", "b1"), ("a2", "a3"), ("b1", "b2"), ("b2", "a4")):
+        gates[ends].set()
+        until(lambda next_one=next_one: order[-1] == next_one)  # type: ignore[misc]
+    for gate in gates.values():
+        gate.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(order) == 6
+    assert (turns._waiting, turns._running) == ([], [])
+
+
+def test_an_error_ends_its_turn() -> None:
+    turns = FairTurns(1, 1)
+    for _ in range(3):
+        try:
+            with turns.of("a"):
+                raise ValueError
+        except ValueError:
+            continue
+    assert not turns._running
+
+
+def held(turns: FairTurns, client: str, release: threading.Event) -> threading.Thread:
+    """A thread that has a turn until then."""
+    began = threading.Event()
+
+    def hold() -> None:
+        with turns.of(client):
+            began.set()
+            assert release.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert began.wait(60)
+    return thread
+
+
+def test_one_client_never_has_all_turns() -> None:
+    """32 loads with a slow pattern held 8 threads, and another tenant's load took 35 s."""
+    turns, release, done = FairTurns(2, 1), threading.Event(), list[str]()
+    threads = [held(turns, "a", release)]
+    threads += [threading.Thread(target=lambda: held(turns, "a", release).join(60)) for _ in range(3)]
+    for thread in threads[1:]:
+        thread.start()
+    with turns.of("b"):
+        done.append("b")
+    assert done == ["b"]
+    release.set()
+    for thread in threads:
+        thread.join(60)
+
+
+def test_a_turn_that_hangs_is_counted_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, release = FairTurns(1, 1), threading.Event()
+    thread = held(turns, "a", release)
+    monkeypatch.setattr(fair_turns, "STUCK_S", 0.0)
+    with turns.of("a"):
+        pass
+    release.set()
+    thread.join(60)
