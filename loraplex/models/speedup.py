@@ -22,6 +22,9 @@ from loraplex.metrics import KernelSpeedup
 OPERATORS = {"native": NATIVE_OPERATORS, "triton": TRITON_OPERATORS}
 """What has kernels, by the name of the backend."""
 
+OF_EXPERTS = ("experts", "add_gated")
+"""They are not measured here: their time is that of the linears in them (benchmarks/experts.py)."""
+
 MOST_WEIGHTS = 1 << 22
 """Numbers in the linear that is measured: a larger one of the model is cut to fewer outputs."""
 
@@ -68,7 +71,7 @@ def measure_speedups(
     Takes about `max_s` beside one call of each operator. Between steps only, on the thread that launches them:
     operators share memory.
     """
-    operators = OPERATORS.get(backend.name, ())
+    operators = tuple(op for op in OPERATORS.get(backend.name, ()) if op not in OF_EXPERTS)
     if not operators:
         return ()
     stock = TorchBackend()
