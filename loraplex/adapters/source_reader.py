@@ -33,6 +33,9 @@ REFUSED_S, MAX_REFUSED = 30.0, 256
 MAX_READ_BYTES = 2**30
 """Of files that are opened at a time, apart from those that requests wait for. One alone may have more."""
 
+SMALL_READ_BYTES = 2**27
+"""An open of so few bytes waits for no other: turns bound how many there are."""
+
 KEPT_OPEN_S, MAX_OPEN_BYTES = 2.0, 64 * 2**20
 """How long weights that were opened wait for the verb that adds them, and of how many bytes."""
 
@@ -142,7 +145,7 @@ class SourceReader:
         self._clock = clock
         self._refused: OrderedDict[AdapterSpec, tuple[object, float, dict[str, Any]]] = OrderedDict()
         self._lock = threading.Lock()
-        self._open_budget = ByteBudget(MAX_READ_BYTES)
+        self._open_budget = ByteBudget(MAX_READ_BYTES, SMALL_READ_BYTES)
         self._opened = OpenedModels(MAX_OPEN_BYTES)
 
     def open(self, path: str, adapter_name: str) -> AdapterContent:

@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +42,7 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
 from loraplex.adapters.regular_file import Roots, check_size, num_stored
+from loraplex.adapters.sources.turns import LOOK_S, STUCK_S
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
@@ -272,24 +274,41 @@ class LoRAModel:
 
 
 class ByteBudget:
-    """Readers wait until what they all hold is within `max_bytes`. One alone may hold more."""
+    """Readers wait until what they all hold is within `max_bytes`. One alone may hold more.
 
-    def __init__(self, max_bytes: int) -> None:
+    small_bytes: a reader of so few does not wait. One that holds its bytes for longer than `stuck_s` hangs with a file
+    system, and is counted no more.
+    """
+
+    def __init__(self, max_bytes: int, small_bytes: int = 0, stuck_s: float = STUCK_S) -> None:
         self.max_bytes = max_bytes
-        self.held_bytes = 0
+        self._small_bytes = small_bytes
+        self._stuck_s = stuck_s
+        self._held: list[tuple[float, int]] = []
         self._changed = threading.Condition()
+
+    @property
+    def held_bytes(self) -> int:
+        stuck_since_s = time.monotonic() - self._stuck_s
+        return sum(nbytes for began_s, nbytes in self._held if began_s > stuck_since_s)
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: self.held_bytes == 0 or self.held_bytes + nbytes <= self.max_bytes)
-            self.held_bytes += nbytes
+            while not self._fits(nbytes):
+                self._changed.wait(LOOK_S)
+            held = time.monotonic(), nbytes
+            self._held.append(held)
         try:
             yield
         finally:
             with self._changed:
-                self.held_bytes -= nbytes
+                self._held.remove(held)
                 self._changed.notify_all()
+
+    def _fits(self, nbytes: int) -> bool:
+        held_bytes = self.held_bytes
+        return nbytes <= self._small_bytes or held_bytes == 0 or held_bytes + nbytes <= self.max_bytes
 
 
 class CheckedReader:

@@ -40,6 +40,9 @@ LOADING_POLL_MS = 1
 CARE_POLL_MS = 10
 BEAT_S = 0.5
 NUM_LOAD_THREADS = 8
+MAX_STUCK_OPENS = 128
+"""As many as a server lets run, by verbs and by need."""
+
 NUM_QUICK_VERB_THREADS = 2
 QUICK_VERBS = frozenset({"drop_adapter", "evict_adapter", "unpin_adapter"})
 """They wait for no load, and not behind verbs that do."""
@@ -69,7 +72,7 @@ class EngineProcess:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._loads, self._quick_verbs = LoaderThreads(NUM_LOAD_THREADS), LoaderThreads(NUM_QUICK_VERB_THREADS)
-        self._opens = LoaderThreads(NUM_LOAD_THREADS)
+        self._opens = LoaderThreads(NUM_LOAD_THREADS, max_stuck=MAX_STUCK_OPENS)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)

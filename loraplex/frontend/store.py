@@ -1,4 +1,4 @@
-"""The adapters of an engine as the registry sees them (`adapter_store.AdapterStore`), in this process or in another one."""
+"""The adapters of an engine as the registry sees them (adapter_store.py), in this process or in another one."""
 
 from __future__ import annotations
 

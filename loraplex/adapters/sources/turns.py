@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from loraplex.logs import request_context
 
-STUCK_S = 30.0
-"""A turn that lasts longer hangs: it is counted no more."""
+STUCK_S = 10.0
+"""A job that takes longer probably hangs, and does not count any more. One that is slow has company meanwhile."""
 
 LOOK_S = 1.0
-"""How often one that waits looks for turns that hang."""
+"""How often one that waits looks for others that hang."""
 
 
 @dataclass(slots=True, eq=False)

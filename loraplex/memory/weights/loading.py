@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from loraplex.adapters.source_reader import check_content
+from loraplex.adapters.sources.turns import STUCK_S
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
 from loraplex.errors import (
@@ -47,9 +48,6 @@ from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
 from loraplex.memory.weights.packing import PackedLayout, Packer, UnfitWeightsError
 
 _log = logging.getLogger(__name__)
-
-STUCK_S = 10.0
-"""A job that takes longer probably hangs, and does not count any more. One that is slow has company meanwhile."""
 
 MAX_STUCK = 32
 """For so many there are other threads."""
@@ -92,8 +90,9 @@ class LoaderThreads:
     and after `stuck_s` another one works in its place, so that it does not keep other adapters from being loaded.
     """
 
-    def __init__(self, num_threads: int, stuck_s: float = STUCK_S) -> None:
+    def __init__(self, num_threads: int, stuck_s: float = STUCK_S, max_stuck: int = MAX_STUCK) -> None:
         self._num_threads = num_threads
+        self._max_stuck = max_stuck
         self._stuck_s = stuck_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -143,7 +142,7 @@ class LoaderThreads:
     def _watch(self) -> None:
         while not self._is_closed.wait(self._stuck_s / 2):
             with self._lock:
-                num_wanted = self._num_threads + min(self._num_stuck(), MAX_STUCK)
+                num_wanted = self._num_threads + min(self._num_stuck(), self._max_stuck)
                 while len(self._threads) < num_wanted and not self._is_closed.is_set():
                     self._start_thread()
 
