@@ -107,8 +107,9 @@ class RegularFile:
     def check_stored(self) -> None:
         """Raise AdapterFileFormatError for a file that is mostly holes: its reader pays for bytes that no disk has."""
         about = os.fstat(self.fd)
-        if num_stored(about) < about.st_size:
-            text = f"is sparse: {num_stored(about)} of its {about.st_size} bytes are stored; copy the file again"
+        num_stored = about.st_blocks * BLOCK_BYTES  # 0 where the file system does not say
+        if about.st_size > SPARSE_BYTES and 0 < num_stored < about.st_size // SPARSE_SHARE:
+            text = f"is sparse: {num_stored} of its {about.st_size} bytes are stored; copy the file again"
             raise AdapterFileFormatError(f"{self.where} {text}")
 
     def _check_inside(self, roots: Roots) -> None:
@@ -176,9 +177,3 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def num_stored(about: os.stat_result) -> int:
-    """The bytes of a file that is mostly holes that are on the disk; of any other file all of them."""
-    stored = about.st_blocks * BLOCK_BYTES  # 0 where the file system does not say
-    return stored if about.st_size > SPARSE_BYTES and 0 < stored < about.st_size // SPARSE_SHARE else about.st_size

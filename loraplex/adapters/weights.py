@@ -41,7 +41,7 @@ from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFo
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
-from loraplex.adapters.regular_file import Roots, check_size, num_stored
+from loraplex.adapters.regular_file import Roots, check_size
 from loraplex.adapters.sources.turns import LOOK_S, STUCK_S
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
@@ -433,12 +433,11 @@ class CheckedReader:
 
 
 def _bytes_to_read(folder: AdapterFolder) -> int:
-    """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors. A sparse file
-    is refused once it is read."""
+    """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors."""
     nbytes = 0
     for path in (each for each in read_files(folder) if each.name not in TEXT_NAMES):
         with suppress(OSError):
-            nbytes += num_stored(os.stat(path)) * (BIN_COPIES if path.name == BIN_NAME else 1)
+            nbytes += os.stat(path).st_size * (BIN_COPIES if path.name == BIN_NAME else 1)
     return nbytes
 
 
