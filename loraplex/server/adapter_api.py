@@ -68,7 +68,8 @@ MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 96, 32
 """At a time. They read files, and may hang with a file system; all other verbs have places of their own."""
 
 NUM_LIST_THREADS = 2
-"""For lists of sources: each goes over a directory in Python. They are apart from others: a directory may hang."""
+"""For lists of sources that are directories, each of which is gone over in Python, and as many for those of a store,
+which may be slow. They are apart from others: a directory may hang."""
 
 MAX_VERBS, MAX_VERBS_OF_A_CLIENT = 32, 24
 assert MAX_LOADS + MAX_LOADS_BY_NEED + MAX_VERBS <= NUM_VERB_THREADS
@@ -96,7 +97,7 @@ class AdapterRoutes:
         self._tensors = TensorRoute(context, self._names, self._loads, receiver)
         self._upload = UploadRoute(context, self._names, self._loads, receiver)
         self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
-        self._source_lists = OffLoop(NUM_LIST_THREADS)
+        self._source_lists, self._remote_lists = OffLoop(NUM_LIST_THREADS), OffLoop(NUM_LIST_THREADS)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["adapters"], route_class=StrictRoute)
@@ -261,7 +262,8 @@ class AdapterRoutes:
             )
             return encode_list(cards, query.model_copy(update={"limit": limit}))
 
-        body = await self._source_lists.run(client_of(request), listed, 0)
+        lists = self._source_lists if source.is_directory else self._remote_lists
+        body = await lists.run(client_of(request), listed, 0)
         return Response(body, media_type="application/json")
 
     @requires(Access.READ)
