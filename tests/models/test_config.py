@@ -108,6 +108,40 @@ def test_values_are_those_of_transformers(family: str, keys: Mapping[str, Any], 
     assert_numbers_are_those_of(want, got)
 
 
+GEMMA3_FILES: Mapping[str, Mapping[str, Any]] = {
+    "empty": {},
+    "4b": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    "12b": {
+        **{"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8},
+    },
+    "27b": {
+        **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "head_dim": 128},
+        **{"num_attention_heads": 32, "num_key_value_heads": 16, "query_pre_attn_scalar": 168},
+    },
+}
+"""What the files of Gemma 3 say of their text part beside the window and the rotary embedding: no size that is the
+default of its class."""
+
+
+@pytest.mark.parametrize("size", GEMMA3_FILES)
+def test_sizes_that_a_text_part_leaves_out_are_those_of_transformers(size: str) -> None:
+    import transformers
+
+    window = {"sliding_window": 1024, "rope_scaling": LINEAR} if size != "empty" else {}
+    text = {**GEMMA3_FILES[size], **window}
+    got = ModelConfig.from_dict({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text})
+    want = transformers.Gemma3Config(text_config=dict(text)).text_config
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    assert {name: getattr(got, name) for name in names} == {name: getattr(want, name) for name in names}
+    assert got.sliding_windows == transformers_windows(want)
+    for rope, kind in zip(got.ropes, ("full_attention", "sliding_attention"), strict=True):
+        expected = want.rope_parameters[kind]
+        assert (rope.rope_theta, rope.rope_type) == (expected["rope_theta"], expected["rope_type"])
+    assert_numbers_are_those_of(want, got)
+
+
 def assert_numbers_are_those_of(want: Any, got: ModelConfig) -> None:
     """Scales and soft caps, which are there only in some families."""
     scalar = getattr(want, "query_pre_attn_scalar", got.head_dim)
