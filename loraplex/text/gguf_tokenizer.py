@@ -35,8 +35,9 @@ SINGLE_DIGITS = ("smollm",)
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 """Those whose text is in NFC first."""
 
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""Those in which a word that is a token needs no merges."""
+LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+"""Those in which a word that is a token needs no merges, and whose texts begin with a token, unless the file says that
+they do not."""
 
 CONTROL, USER_DEFINED = 3, 4
 """Of tokenizer.ggml.token_type."""
@@ -81,7 +82,7 @@ class _Reader:
             named = [token for token, each in zip(self.tokens, self.kinds, strict=True) if each == token_kind]
             backend.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in named])
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
-        self._add_ends(backend, special, kind == "llama")
+        self._add_ends(backend, special, kind == "llama" or self._get("pre") in LLAMA3_LIKE)
         ends = [self._get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         template = self._metadata.get("tokenizer.chat_template")
         return Tokenizer(
@@ -97,7 +98,7 @@ class _Reader:
             raise ValueError(f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(PATTERNS)}")
         merges = [(left, right) for left, _, right in (text.partition(" ") for text in self._list("merges", str))]
         vocab = {token: i for i, token in enumerate(self.tokens)}
-        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS))
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in LLAMA3_LIKE))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not PATTERNS[pre])
         backend.pre_tokenizer = byte_level
         if PATTERNS[pre]:
@@ -135,9 +136,9 @@ class _Reader:
         )
         return backend
 
-    def _add_ends(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], is_llama: bool) -> None:
-        """The token before a text, and the one behind it, where the file asks for them."""
-        bos = special.get("bos_token") if self._get("add_bos_token", is_llama) else None
+    def _add_ends(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], begins: bool) -> None:
+        """The token before a text (begins: where the file does not say), and the one behind it."""
+        bos = special.get("bos_token") if self._get("add_bos_token", begins) else None
         eos = special.get("eos_token") if self._get("add_eos_token", False) else None
         if bos is None and eos is None:
             return

@@ -104,6 +104,25 @@ def test_tokens_at_the_ends_names_and_template() -> None:
     assert tokenizer_of({"general.architecture": "llama"}, "m.gguf") is None
 
 
+@pytest.mark.parametrize("pre", [pre for pre in PATTERNS if pre])
+def test_old_files_leave_the_token_before_a_text_to_the_name(pre: str) -> None:
+    """As llama.cpp has it: files of these names need not say that a text begins with it."""
+    tokenizer = read(byte_level(pre))
+    begins = pre in ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+    assert (tokenizer.encode("The fox")[0] == tokenizer.bos_token_id) == begins
+    asked, not_asked = read(byte_level(pre, add_bos_token=True)), read(byte_level(pre, add_bos_token=False))
+    plain = tokenizer.encode("The fox", add_special_tokens=False)
+    assert asked.encode("The fox") == [tokenizer.bos_token_id, *plain]
+    assert not_asked.encode("The fox") == plain
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "falcon3", "tekken", "qwen2"])
+def test_a_word_that_is_a_token_needs_no_merges(pre: str) -> None:
+    metadata = byte_level(pre, merges=[], add_bos_token=False)
+    word = max((t for t in metadata["tokenizer.ggml.tokens"] if t.isascii() and t.isalpha()), key=len)
+    assert (len(read(metadata).encode(word)) == 1) == (pre != "qwen2")
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
