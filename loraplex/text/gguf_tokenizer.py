@@ -39,6 +39,9 @@ LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 """Those in which a word that is a token needs no merges, and whose texts begin with a token, unless the file says that
 they do not."""
 
+MAX_ENTRIES, MAX_PIECE_CHARS, MAX_TEXT_CHARS, MAX_MERGES = 2**21, 1024, 2**24, 2**21
+"""Of a list, of a piece, of all pieces together, and what comes of them: many times what a vocabulary has."""
+
 CONTROL, USER_DEFINED = 3, 4
 """Of tokenizer.ggml.token_type."""
 
@@ -64,6 +67,11 @@ class _Reader:
         self.tokens: list[str] = self._list("tokens", str)
         if not self.tokens or len(set(self.tokens)) != len(self.tokens):
             raise ValueError("tokenizer.ggml.tokens is empty, or has a token twice")
+        if (longest := max(map(len, self.tokens))) > MAX_PIECE_CHARS:
+            raise ValueError(f"tokenizer.ggml.tokens has a piece of {longest} characters; at most {MAX_PIECE_CHARS}")
+        if (together := sum(map(len, self.tokens))) > MAX_TEXT_CHARS:
+            what = f"pieces of {together} characters together; at most {MAX_TEXT_CHARS}"
+            raise ValueError(f"tokenizer.ggml.tokens has {what}")
         self.kinds: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
         if len(self.kinds) != len(self.tokens):
             raise ValueError(f"{len(self.kinds)} kinds for {len(self.tokens)} tokens")
@@ -154,6 +162,8 @@ class _Reader:
         found = self._get(key, [])
         if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
             raise ValueError(f"tokenizer.ggml.{key} has to be a list of {kind.__name__}")
+        if len(found) > MAX_ENTRIES:
+            raise ValueError(f"tokenizer.ggml.{key} has {len(found)} entries; at most {MAX_ENTRIES} are read")
         return found
 
 
@@ -163,8 +173,10 @@ def _merges_of(vocab: Mapping[str, int], pieces: Sequence[tuple[str, float, int]
     for piece, score, kind in pieces:
         if kind not in (1, 5):  # of control tokens and bytes there is nothing to merge
             continue
-        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
         known = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+        if len(found) + len(known) > MAX_MERGES:
+            raise ValueError(f"its pieces make more than {MAX_MERGES} merges")
         for left, right in sorted(known, key=lambda cut: (vocab[cut[0]], vocab[cut[1]])):
             found.append((score, len(left), len(right), left, right))
     found.sort(key=lambda each: each[:3], reverse=True)
