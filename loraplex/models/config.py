@@ -18,6 +18,7 @@ from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.layers.common import ROPE_RULES, RopeParameters
 from loraplex.layers.moe import ExpertSizes
+from loraplex.models.checkpoints.expert_stacks import MAX_EXPERTS
 from loraplex.models.checkpoints.forms import form_of
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.checkpoints.stored import Form
@@ -369,6 +370,8 @@ class _Reader:
         default = self.family.defaults.get("num_experts") or self.family.defaults["num_local_experts"]
         given = [self.given.get(each) for each in ("num_experts", "num_local_experts")]
         num_experts = self.size("num_experts" if given[0] is not None else "num_local_experts", default)
+        if num_experts > MAX_EXPERTS:
+            raise self.refuse(f"it has {num_experts} experts in a layer; at most {MAX_EXPERTS} are served")
         top_k = self.size("num_experts_per_tok")
         if top_k > num_experts:
             raise self.refuse(f"num_experts_per_tok ({top_k}) is more than there are experts ({num_experts})")

@@ -241,6 +241,7 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"quantization_config": ["awq"]}, "quantization_config must be an object"),
     ({"text_config": {"hidden_size": 3}}, "text_config="),
     ({"num_local_experts": 8}, "num_local_experts=8"),
+    ({"model_type": "qwen3_moe", "num_experts": 10**9}, "it has 1000000000 experts in a layer; at most 4096"),
     ({"hidden_size": None}, "has no hidden_size"),
     ({"hidden_size": 64.0}, r"hidden_size must be a whole number >= 1, got 64\.0"),
     ({"num_hidden_layers": 0}, "num_hidden_layers"),
