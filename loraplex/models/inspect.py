@@ -20,6 +20,7 @@ from loraplex.kernels.protocols import KernelBackend
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.layers.common import WeightedLayer
 from loraplex.layers.linear import ParallelLinear, ParallelLMHead, VocabParallelEmbedding
+from loraplex.models.checkpoints.files import Safetensors
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
@@ -199,6 +200,8 @@ def _judged(report: ModelReport, found: _Found, config: ModelConfig) -> ModelRep
         dtype = torch.float32
     model = _shapes(config, get_backend("reference", META), dtype, None)
     checkpoint = None if found.is_remote else Checkpoint(found.path, config)
+    if checkpoint is None and config.form is None:
+        reasons += _name_reasons(Checkpoint(Path(report.path), config), model, found.headers)
     reasons += _weight_reasons(checkpoint, model, config, found.headers)
     form = "GGUF" if found.path.is_file() else "" if config.form is None else config.form.title
     targets = _targets(model)
@@ -289,6 +292,25 @@ def _check_sizes(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) ->
             value = fields.get(key)
             if isinstance(value, int) and value > limit:
                 raise ModelConfigError(f"config.json: {key} is {value}, and with these weights at most {limit} can be")
+
+
+@dataclass(frozen=True, slots=True)
+class _Headers:
+    """An opened file of safetensors, as far as its header tells of it."""
+
+    headers: Mapping[str, TensorHeader]
+
+    def get_slice(self, name: str) -> TensorHeader:
+        return self.headers[name]
+
+
+def _name_reasons(checkpoint: Checkpoint, model: Decoder, headers: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """Of plain floats that are not here: weights that are missing or not used."""
+    files = Safetensors(dict.fromkeys(headers, _Headers(headers)), None, checkpoint.config.family)
+    try:
+        checkpoint.check_names(model.weighted_layers(), files)
+    except ModelError as error:
+        yield error.message
 
 
 def _weight_reasons(

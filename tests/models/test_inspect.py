@@ -209,6 +209,9 @@ def test_a_hub_id_is_judged_by_headers_alone(zoo: ModelZoo, monkeypatch: pytest.
     there, here = inspect_model("org/name"), inspect_model(str(base))
     assert (there.forms, there.checkpoint, there.reasons) == (here.forms, here.checkpoint, ())
     assert here.forms
+    infos["model.layers.0.other.weight"] = infos.pop("model.norm.weight")
+    reason = "1 missing: model.norm.weight; 1 not used by the model: model.layers.0.other.weight"
+    assert reason in inspect_model("org/name").reasons[0]
 
 
 def test_the_command_prints_a_table_or_json(zoo: ModelZoo, tmp_path: Path) -> None:
