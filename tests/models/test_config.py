@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -274,6 +275,49 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"rope_parameters": "default"}, "rope_parameters must be an object"),
     ({"rope_theta": -1.0}, "rope_theta must be a number > 0"),
 ]
+
+
+ODD: tuple[Any, ...] = (
+    True,
+    -1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    10**30,
+    "x",
+    [],
+    [1],
+    [[]],
+    [{}],
+    {},
+    {"a": 1},
+    [None],
+)
+ODD_KEYS = (
+    *("architectures", "model_type", "layer_types", "hidden_act", "hidden_activation", "partial_rotary_factor"),
+    *("rope_scaling", "rope_theta", "max_window_layers", "no_rope_layers", "mlp_only_layers", "quantization_config"),
+    *("text_config", "dtype", "head_dim", "sliding_window", "num_experts", "rms_norm_eps", "logit_scale"),
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "glm4", "phi3", "smollm3", "qwen3_moe", "cohere2"])
+@pytest.mark.parametrize("key", ODD_KEYS)
+def test_values_of_odd_types_are_refused_by_name(family: str, key: str) -> None:
+    """Or have no effect; no other error comes out."""
+    for value in ODD:
+        with contextlib.suppress(ModelConfigError):
+            ModelConfig.from_dict(
+                {"model_type": family, **SIZES, "use_sliding_window": key != "num_experts", key: value}
+            )
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize(
+    ("method", "key"), [("compressed-tensors", "sparsity_config"), ("gptq", "checkpoint_format"), ("gptq", "bits")]
+)
+def test_settings_of_a_form_of_odd_types_are_refused_by_name(method: str, key: str, value: Any) -> None:
+    with contextlib.suppress(ModelConfigError):
+        read(quantization_config={"quant_method": method, key: value})
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED)
