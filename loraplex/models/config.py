@@ -18,10 +18,14 @@ from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.layers.common import ROPE_RULES, RopeParameters
 from loraplex.layers.moe import ExpertSizes
+from loraplex.models.checkpoints.expert_stacks import MAX_EXPERTS
 from loraplex.models.checkpoints.forms import form_of
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.checkpoints.stored import Form
 from loraplex.models.families import FAMILIES, NOT_SERVED, Family
+
+MAX_NUMBER = 1e300
+"""NaN, infinity and what no float64 holds are no numbers."""
 
 DEFAULT_ROPE_THETA = 10000.0
 GLOBAL_ROPE_THETA = 1000000.0
@@ -280,7 +284,7 @@ class _Reader:
 
     def number(self, values: Mapping[str, Any], key: str) -> float:
         value = values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
             raise self.refuse(f"{key} must be a number > 0, got {value!r}")
         return float(value)
 
@@ -308,8 +312,10 @@ class _Reader:
     def _model_type(self, raw: Mapping[str, Any]) -> str:
         known = {family.architecture: model_type for model_type, family in FAMILIES.items()}
         architectures = raw.get("architectures") or ()
+        if not isinstance(architectures, list | tuple) or not all(isinstance(each, str) for each in architectures):
+            raise self.refuse(f"architectures must be a list of names, got {architectures!r}")
         model_type = raw.get("model_type") or (known.get(architectures[0]) if architectures else None)
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             missing = NOT_SERVED.get(str(model_type).removesuffix("_text"))
             because = f" ({missing})" if missing else ""
             supported = ", ".join(sorted([*FAMILIES, *(each.text_of for each in FAMILIES.values() if each.text_of)]))
@@ -320,7 +326,7 @@ class _Reader:
                     f"architecture {architecture!r} is not supported for model_type {model_type!r}; "
                     f"it has to be {FAMILIES[model_type].architecture}"
                 )
-        return str(model_type)
+        return model_type
 
     def _refuse_what_is_not_honoured(self) -> None:
         for key, neutral in NEUTRAL_VALUES.items():
@@ -354,7 +360,11 @@ class _Reader:
 
     def _activation(self) -> str:
         name = self.values["hidden_act"]
-        if name not in ACTIVATIONS or not (self.family.is_gated or ACTIVATIONS[name].startswith("gelu")):
+        if (
+            not isinstance(name, str)
+            or name not in ACTIVATIONS
+            or not (self.family.is_gated or ACTIVATIONS[name].startswith("gelu"))
+        ):
             key = self.family.renamed.get("hidden_act", "hidden_act")
             raise self.refuse(f"{key}={name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
@@ -369,6 +379,8 @@ class _Reader:
         default = self.family.defaults.get("num_experts") or self.family.defaults["num_local_experts"]
         given = [self.given.get(each) for each in ("num_experts", "num_local_experts")]
         num_experts = self.size("num_experts" if given[0] is not None else "num_local_experts", default)
+        if num_experts > MAX_EXPERTS:
+            raise self.refuse(f"it has {num_experts} experts in a layer; at most {MAX_EXPERTS} are served")
         top_k = self.size("num_experts_per_tok")
         if top_k > num_experts:
             raise self.refuse(f"num_experts_per_tok ({top_k}) is more than there are experts ({num_experts})")
@@ -417,6 +429,8 @@ class _Reader:
         given = self.values.get("layer_types")
         if given is None:
             return by_default
+        if not isinstance(given, list | tuple):
+            raise self.refuse(f"layer_types must be a list, got {given!r}")
         if len(given) != len(by_default):
             raise self.refuse(f"layer_types has {len(given)} entries for {len(by_default)} layers")
         if unknown := sorted({str(kind) for kind in given} - {"full_attention", "sliding_attention"}):
@@ -433,7 +447,9 @@ class _Reader:
             return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
         if rule == "no_rope":
             return [has_window and not has_rope for has_rope in self._rope_flags(num_layers)]
-        first = int(self.values["max_window_layers"]) if rule == "upper" and has_window else 0
+        first = self.values["max_window_layers"] if rule == "upper" and has_window else 0
+        if type(first) is not int:
+            raise self.refuse(f"max_window_layers must be a whole number, got {first!r}")
         return [has_window and layer >= first for layer in range(num_layers)]
 
     def _rope_flags(self, num_layers: int) -> list[bool]:

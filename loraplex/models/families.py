@@ -217,7 +217,11 @@ FAMILIES: dict[str, Family] = {
         rope_rule="types",
         renamed={"hidden_act": "hidden_activation"},
         honoured=_GEMMA_KEYS,
-        defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+        defaults={
+            **{**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+            **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216},
+            **{"num_hidden_layers": 26, "num_attention_heads": 8},
+        },
         text_of="gemma3",
         text_prefixes={"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""},
         other_weights=(

@@ -35,6 +35,10 @@ class TensorHeader:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    def get_shape(self) -> tuple[int, ...]:
+        """As a slice of an opened file."""
+        return self.shape
+
 
 def read_object(file: Path, max_bytes: int, kind: type[ModelError]) -> dict[str, Any]:
     """The JSON object in a regular file. Raises `kind`."""

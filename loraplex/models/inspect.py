@@ -20,6 +20,7 @@ from loraplex.kernels.protocols import KernelBackend
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.layers.common import WeightedLayer
 from loraplex.layers.linear import ParallelLinear, ParallelLMHead, VocabParallelEmbedding
+from loraplex.models.checkpoints.files import Safetensors
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
@@ -199,6 +200,8 @@ def _judged(report: ModelReport, found: _Found, config: ModelConfig) -> ModelRep
         dtype = torch.float32
     model = _shapes(config, get_backend("reference", META), dtype, None)
     checkpoint = None if found.is_remote else Checkpoint(found.path, config)
+    if checkpoint is None and config.form is None:
+        reasons += _name_reasons(Checkpoint(Path(report.path), config), model, found.headers)
     reasons += _weight_reasons(checkpoint, model, config, found.headers)
     form = "GGUF" if found.path.is_file() else "" if config.form is None else config.form.title
     targets = _targets(model)
@@ -291,6 +294,25 @@ def _check_sizes(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) ->
                 raise ModelConfigError(f"config.json: {key} is {value}, and with these weights at most {limit} can be")
 
 
+@dataclass(frozen=True, slots=True)
+class _Headers:
+    """An opened file of safetensors, as far as its header tells of it."""
+
+    headers: Mapping[str, TensorHeader]
+
+    def get_slice(self, name: str) -> TensorHeader:
+        return self.headers[name]
+
+
+def _name_reasons(checkpoint: Checkpoint, model: Decoder, headers: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """Of plain floats that are not here: weights that are missing or not used."""
+    files = Safetensors(dict.fromkeys(headers, _Headers(headers)), None, checkpoint.config.family)
+    try:
+        checkpoint.check_names(model.weighted_layers(), files)
+    except ModelError as error:
+        yield error.message
+
+
 def _weight_reasons(
     checkpoint: Checkpoint | None, model: Decoder, config: ModelConfig, headers: Mapping[str, TensorHeader]
 ) -> Iterator[str]:
@@ -346,7 +368,7 @@ def _forms(
     headers: Mapping[str, TensorHeader],
     is_plain: bool,
 ) -> Iterator[ServedForm]:
-    """On this CPU, and of plain floats on a GPU of GPU_CAPABILITY."""
+    """On this CPU, and of plain floats without experts on a GPU of GPU_CAPABILITY."""
     name = str(dtype).removeprefix("torch.")
     cpu = get_backend("auto", torch.device("cpu"))
     num_bytes_of = _plain_bytes if cpu.packed_format is None else partial(_packed_bytes, cpu)
@@ -356,7 +378,7 @@ def _forms(
             kept = checkpoint.keep_integers(layers, cpu, quantization, dtype).rpartition("kept as ")[2]
         num_bytes = sum(_layer_bytes(layer, num_bytes_of, headers) for layer in layers)
         yield ServedForm("cpu", cpu.name, quantization or "", kept or quantization or name, num_bytes)
-    for quantization in (None, *quantizations_of(GPU_CAPABILITY)) if is_plain else ():
+    for quantization in (None, *quantizations_of(GPU_CAPABILITY)) if is_plain and not config.experts else ():
         layers = _shapes(config, get_backend("reference", META), dtype, quantization).weighted_layers()
         num_bytes = sum(_layer_bytes(layer, _quantized_bytes, headers) for layer in layers)
         yield ServedForm("cuda", "triton", quantization or "", quantization or name, num_bytes)

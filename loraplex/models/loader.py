@@ -198,7 +198,7 @@ class Checkpoint:
             if not files.title:
                 return ""
             linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
-            self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
+            self.check_names(layers, files)
             kept = Counter[str]()
             self._activation_bits = activation_bits_of(asked, ops)
             for linear in linears:
@@ -226,7 +226,7 @@ class Checkpoint:
     def check(self, layers: Sequence[WeightedLayer]) -> None:
         """Raises ModelWeightError for weights that are missing or not used; no tensor is read."""
         with open_files(self.path, self.config.form, self.config.family) as files:
-            self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
+            self.check_names(layers, files)
 
     def _is_changed(self, part: WeightPart) -> bool:
         return self._merged is not None and part.name.rpartition(".")[0] in self._merged.layers
@@ -234,7 +234,7 @@ class Checkpoint:
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
         """As WeightSource; all names are checked before the first byte is copied."""
         with open_files(self.path, self.config.form, self.config.family) as files:
-            self._check_names([part.name for layer in layers for part in layer.weight_parts()], files)
+            self.check_names(layers, files)
             counted = _Counted(layers, progress, self._files())
             for layer in largest_first(layers):
                 self._load_layer(layer, files, counted)
@@ -286,8 +286,9 @@ class Checkpoint:
             each = [stored.rows(row, row + 1) for row in row_ids.tolist()]
             return torch.cat(each).to(part.destination.dtype) if each else torch.empty(0, part.shape[1])
 
-    def _check_names(self, parts: Sequence[str], files: CheckpointFiles) -> None:
-        used, missing = files.used(parts)
+    def check_names(self, layers: Sequence[WeightedLayer], files: CheckpointFiles) -> None:
+        """As `check`, of files that are open."""
+        used, missing = files.used([part.name for layer in layers for part in layer.weight_parts()])
         unused = [name for name in files.names if name not in used and not self._is_ignored(name)]
         problems = [
             f"{len(names)} {what}: {_some(names)}"

@@ -35,8 +35,12 @@ SINGLE_DIGITS = ("smollm",)
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 """Those whose text is in NFC first."""
 
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""Those in which a word that is a token needs no merges."""
+LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+"""Those in which a word that is a token needs no merges, and whose texts begin with a token, unless the file says that
+they do not."""
+
+MAX_ENTRIES, MAX_PIECE_CHARS, MAX_TEXT_CHARS, MAX_MERGES = 2**21, 1024, 2**24, 2**21
+"""Of a list, of a piece, of all pieces together, and what comes of them: many times what a vocabulary has."""
 
 CONTROL, USER_DEFINED = 3, 4
 """Of tokenizer.ggml.token_type."""
@@ -63,6 +67,11 @@ class _Reader:
         self.tokens: list[str] = self._list("tokens", str)
         if not self.tokens or len(set(self.tokens)) != len(self.tokens):
             raise ValueError("tokenizer.ggml.tokens is empty, or has a token twice")
+        if (longest := max(map(len, self.tokens))) > MAX_PIECE_CHARS:
+            raise ValueError(f"tokenizer.ggml.tokens has a piece of {longest} characters; at most {MAX_PIECE_CHARS}")
+        if (together := sum(map(len, self.tokens))) > MAX_TEXT_CHARS:
+            what = f"pieces of {together} characters together; at most {MAX_TEXT_CHARS}"
+            raise ValueError(f"tokenizer.ggml.tokens has {what}")
         self.kinds: list[int] = self._list("token_type", int) or [1] * len(self.tokens)
         if len(self.kinds) != len(self.tokens):
             raise ValueError(f"{len(self.kinds)} kinds for {len(self.tokens)} tokens")
@@ -81,7 +90,7 @@ class _Reader:
             named = [token for token, each in zip(self.tokens, self.kinds, strict=True) if each == token_kind]
             backend.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in named])
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
-        self._add_ends(backend, special, kind == "llama")
+        self._add_ends(backend, special, kind == "llama" or self._get("pre") in LLAMA3_LIKE)
         ends = [self._get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         template = self._metadata.get("tokenizer.chat_template")
         return Tokenizer(
@@ -97,7 +106,7 @@ class _Reader:
             raise ValueError(f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(PATTERNS)}")
         merges = [(left, right) for left, _, right in (text.partition(" ") for text in self._list("merges", str))]
         vocab = {token: i for i, token in enumerate(self.tokens)}
-        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS))
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in LLAMA3_LIKE))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not PATTERNS[pre])
         backend.pre_tokenizer = byte_level
         if PATTERNS[pre]:
@@ -135,9 +144,9 @@ class _Reader:
         )
         return backend
 
-    def _add_ends(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], is_llama: bool) -> None:
-        """The token before a text, and the one behind it, where the file asks for them."""
-        bos = special.get("bos_token") if self._get("add_bos_token", is_llama) else None
+    def _add_ends(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], begins: bool) -> None:
+        """The token before a text (begins: where the file does not say), and the one behind it."""
+        bos = special.get("bos_token") if self._get("add_bos_token", begins) else None
         eos = special.get("eos_token") if self._get("add_eos_token", False) else None
         if bos is None and eos is None:
             return
@@ -153,6 +162,8 @@ class _Reader:
         found = self._get(key, [])
         if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
             raise ValueError(f"tokenizer.ggml.{key} has to be a list of {kind.__name__}")
+        if len(found) > MAX_ENTRIES:
+            raise ValueError(f"tokenizer.ggml.{key} has {len(found)} entries; at most {MAX_ENTRIES} are read")
         return found
 
 
@@ -162,8 +173,10 @@ def _merges_of(vocab: Mapping[str, int], pieces: Sequence[tuple[str, float, int]
     for piece, score, kind in pieces:
         if kind not in (1, 5):  # of control tokens and bytes there is nothing to merge
             continue
-        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
         known = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+        if len(found) + len(known) > MAX_MERGES:
+            raise ValueError(f"its pieces make more than {MAX_MERGES} merges")
         for left, right in sorted(known, key=lambda cut: (vocab[cut[0]], vocab[cut[1]])):
             found.append((score, len(left), len(right), left, right))
     found.sort(key=lambda each: each[:3], reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,6 +109,40 @@ def test_values_are_those_of_transformers(family: str, keys: Mapping[str, Any], 
     assert_numbers_are_those_of(want, got)
 
 
+GEMMA3_FILES: Mapping[str, Mapping[str, Any]] = {
+    "empty": {},
+    "4b": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    "12b": {
+        **{"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8},
+    },
+    "27b": {
+        **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "head_dim": 128},
+        **{"num_attention_heads": 32, "num_key_value_heads": 16, "query_pre_attn_scalar": 168},
+    },
+}
+"""What the files of Gemma 3 say of their text part beside the window and the rotary embedding: no size that is the
+default of its class."""
+
+
+@pytest.mark.parametrize("size", GEMMA3_FILES)
+def test_sizes_that_a_text_part_leaves_out_are_those_of_transformers(size: str) -> None:
+    import transformers
+
+    window = {"sliding_window": 1024, "rope_scaling": LINEAR} if size != "empty" else {}
+    text = {**GEMMA3_FILES[size], **window}
+    got = ModelConfig.from_dict({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text})
+    want = transformers.Gemma3Config(text_config=dict(text)).text_config
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    assert {name: getattr(got, name) for name in names} == {name: getattr(want, name) for name in names}
+    assert got.sliding_windows == transformers_windows(want)
+    for rope, kind in zip(got.ropes, ("full_attention", "sliding_attention"), strict=True):
+        expected = want.rope_parameters[kind]
+        assert (rope.rope_theta, rope.rope_type) == (expected["rope_theta"], expected["rope_type"])
+    assert_numbers_are_those_of(want, got)
+
+
 def assert_numbers_are_those_of(want: Any, got: ModelConfig) -> None:
     """Scales and soft caps, which are there only in some families."""
     scalar = getattr(want, "query_pre_attn_scalar", got.head_dim)
@@ -207,6 +242,7 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"quantization_config": ["awq"]}, "quantization_config must be an object"),
     ({"text_config": {"hidden_size": 3}}, "text_config="),
     ({"num_local_experts": 8}, "num_local_experts=8"),
+    ({"model_type": "qwen3_moe", "num_experts": 10**9}, "it has 1000000000 experts in a layer; at most 4096"),
     ({"hidden_size": None}, "has no hidden_size"),
     ({"hidden_size": 64.0}, r"hidden_size must be a whole number >= 1, got 64\.0"),
     ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -239,6 +275,49 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"rope_parameters": "default"}, "rope_parameters must be an object"),
     ({"rope_theta": -1.0}, "rope_theta must be a number > 0"),
 ]
+
+
+ODD: tuple[Any, ...] = (
+    True,
+    -1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    10**30,
+    "x",
+    [],
+    [1],
+    [[]],
+    [{}],
+    {},
+    {"a": 1},
+    [None],
+)
+ODD_KEYS = (
+    *("architectures", "model_type", "layer_types", "hidden_act", "hidden_activation", "partial_rotary_factor"),
+    *("rope_scaling", "rope_theta", "max_window_layers", "no_rope_layers", "mlp_only_layers", "quantization_config"),
+    *("text_config", "dtype", "head_dim", "sliding_window", "num_experts", "rms_norm_eps", "logit_scale"),
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "glm4", "phi3", "smollm3", "qwen3_moe", "cohere2"])
+@pytest.mark.parametrize("key", ODD_KEYS)
+def test_values_of_odd_types_are_refused_by_name(family: str, key: str) -> None:
+    """Or have no effect; no other error comes out."""
+    for value in ODD:
+        with contextlib.suppress(ModelConfigError):
+            ModelConfig.from_dict(
+                {"model_type": family, **SIZES, "use_sliding_window": key != "num_experts", key: value}
+            )
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize(
+    ("method", "key"), [("compressed-tensors", "sparsity_config"), ("gptq", "checkpoint_format"), ("gptq", "bits")]
+)
+def test_settings_of_a_form_of_odd_types_are_refused_by_name(method: str, key: str, value: Any) -> None:
+    with contextlib.suppress(ModelConfigError):
+        read(quantization_config={"quant_method": method, key: value})
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED)

@@ -54,6 +54,14 @@ def test_bytes_are_those_of_the_loaded_model(zoo: ModelZoo, family: str) -> None
     assert sum(t.num_modules for t in report.targets) == len([m for m in modules if m.endswith("_proj")])
 
 
+def test_a_mixture_of_experts_has_no_form_on_a_gpu(zoo: ModelZoo) -> None:
+    """As the decoder refuses it there."""
+    report = inspect_model(str(zoo.base("mixtral")))
+    assert report.is_served, report.reasons
+    assert {form.device for form in report.forms} == {"cpu"}
+    assert "cuda" in {form.device for form in inspect_model(str(zoo.base("llama"))).forms}
+
+
 def test_sharded_files_are_one_model(zoo: ModelZoo) -> None:
     whole = inspect_model(str(zoo.base("qwen3")))
     shards = inspect_model(str(zoo.base("qwen3", options={"max_shard_size": "500KB"})))
@@ -201,6 +209,9 @@ def test_a_hub_id_is_judged_by_headers_alone(zoo: ModelZoo, monkeypatch: pytest.
     there, here = inspect_model("org/name"), inspect_model(str(base))
     assert (there.forms, there.checkpoint, there.reasons) == (here.forms, here.checkpoint, ())
     assert here.forms
+    infos["model.layers.0.other.weight"] = infos.pop("model.norm.weight")
+    reason = "1 missing: model.norm.weight; 1 not used by the model: model.layers.0.other.weight"
+    assert reason in inspect_model("org/name").reasons[0]
 
 
 def test_the_command_prints_a_table_or_json(zoo: ModelZoo, tmp_path: Path) -> None:

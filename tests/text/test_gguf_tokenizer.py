@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from loraplex.errors import ModelConfigError
+from loraplex.text import gguf_tokenizer
 from loraplex.text.gguf_tokenizer import PATTERNS, tokenizer_of
 from loraplex.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import CORPUS, SPECIAL, tiny_backend
@@ -104,6 +106,25 @@ def test_tokens_at_the_ends_names_and_template() -> None:
     assert tokenizer_of({"general.architecture": "llama"}, "m.gguf") is None
 
 
+@pytest.mark.parametrize("pre", [pre for pre in PATTERNS if pre])
+def test_old_files_leave_the_token_before_a_text_to_the_name(pre: str) -> None:
+    """As llama.cpp has it: files of these names need not say that a text begins with it."""
+    tokenizer = read(byte_level(pre))
+    begins = pre in ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+    assert (tokenizer.encode("The fox")[0] == tokenizer.bos_token_id) == begins
+    asked, not_asked = read(byte_level(pre, add_bos_token=True)), read(byte_level(pre, add_bos_token=False))
+    plain = tokenizer.encode("The fox", add_special_tokens=False)
+    assert asked.encode("The fox") == [tokenizer.bos_token_id, *plain]
+    assert not_asked.encode("The fox") == plain
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "falcon3", "tekken", "qwen2"])
+def test_a_word_that_is_a_token_needs_no_merges(pre: str) -> None:
+    metadata = byte_level(pre, merges=[], add_bos_token=False)
+    word = max((t for t in metadata["tokenizer.ggml.tokens"] if t.isascii() and t.isalpha()), key=len)
+    assert (len(read(metadata).encode(word)) == 1) == (pre != "qwen2")
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -127,3 +148,36 @@ def test_what_is_not_read_is_named(changes: dict[str, Any], reason: str) -> None
 def test_scores_are_needed_for_each_piece() -> None:
     with pytest.raises(ModelConfigError, match="2 scores for"):
         tokenizer_of(sentencepiece(scores=[0.0, 1.0]), "m.gguf")
+
+
+def test_pieces_are_bounded_before_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = sentencepiece()["tokenizer.ggml.tokens"]
+    own = {"scores": [0.0] * (len(tokens) + 1), "token_type": None}
+
+    def refused(piece: str, reason: str, **changes: Any) -> None:
+        metadata = sentencepiece(**{"tokens": [*tokens, piece], **own, **changes})
+        with pytest.raises(ModelConfigError, match=reason):
+            tokenizer_of({key: value for key, value in metadata.items() if value is not None}, "m.gguf")
+
+    refused("a" * 2000, "a piece of 2000 characters; at most 1024")
+    with pytest.raises(ModelConfigError, match="a piece of 2000 characters"):
+        tokenizer_of(byte_level(tokens=["a" * 2000], token_type=None), "m.gguf")
+    monkeypatch.setattr(gguf_tokenizer, "MAX_TEXT_CHARS", 50)
+    refused("ab", r"pieces of \d+ characters together; at most 50")
+    monkeypatch.undo()
+    monkeypatch.setattr(gguf_tokenizer, "MAX_MERGES", 20)
+    refused("ab", "more than 20 merges")
+    monkeypatch.setattr(gguf_tokenizer, "MAX_ENTRIES", 20)
+    with pytest.raises(ModelConfigError, match=r"tokenizer.ggml.tokens has \d+ entries; at most 20"):
+        tokenizer_of(byte_level(), "m.gguf")
+
+
+def test_merges_take_memory_for_pieces_that_are_there_alone() -> None:
+    piece = "ab" * 512
+    vocab = {piece: 0, "a": 1, piece[1:]: 2}
+    tracemalloc.start()
+    merges = gguf_tokenizer._merges_of(vocab, [(piece, 0.0, 1)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert merges == [("a", piece[1:])]
+    assert peak < 64 * len(piece), "a list of all cuts has the square of the piece's length"

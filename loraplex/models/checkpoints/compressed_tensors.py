@@ -66,7 +66,8 @@ class CompressedTensors:
         _check_format("format", settings.get("format", "dense"))
         for key in ("transform_config", "sparsity_config"):
             value = settings.get(key) or {}
-            if value and not (key == "sparsity_config" and value.get("format", "dense") == "dense"):
+            is_dense = isinstance(value, Mapping) and value.get("format", "dense") == "dense"
+            if value and not (key == "sparsity_config" and is_dense):
                 raise ValueError(f"{key} is not supported: its weights are not those of the model; remove it")
         sizes, blocks = set(), set()
         groups = settings.get("config_groups") or {}

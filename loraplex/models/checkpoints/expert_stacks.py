@@ -16,6 +16,9 @@ from torch import Tensor
 
 from loraplex.layers.moe import ExpertNames
 
+MAX_EXPERTS = 4096
+"""Of a layer. Models have some hundreds."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -65,7 +68,7 @@ def _parts(block: str, part: str, name: str, file: Any, shape: tuple[int, ...], 
     """Empty for what is no stack; the loader says then what is wrong."""
     gate, up, down = names.modules
     leaves = (gate, up) if part == "gate_up_proj" else (down,)
-    if len(shape) != 3 or shape[1] % len(leaves):
+    if len(shape) != 3 or 0 in shape or shape[0] > MAX_EXPERTS or shape[1] % len(leaves):
         return {}
     size = shape[1] // len(leaves)
     return dict(_each(block, leaves, name, file, shape[0], size))

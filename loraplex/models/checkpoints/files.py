@@ -56,9 +56,7 @@ def open_files(path: Path, form: Form | None, family: Family | None = None) -> I
         return
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_open(path / name)) for name in _file_names(path)]
-        where = {key: file for file in files for key in list(file.keys())}
-        experts = None if family is None else family.experts
-        yield Safetensors(where if experts is None else split(where, experts.names), form, family)
+        yield Safetensors({key: file for file in files for key in list(file.keys())}, form, family)
 
 
 class Safetensors:
@@ -66,6 +64,8 @@ class Safetensors:
 
     def __init__(self, where: Mapping[str, Any], form: Form | None, family: Family | None = None) -> None:
         self._form = form
+        if family is not None and family.experts is not None:
+            where = split(where, family.experts.names)
         self._where = {
             _own_name(name, family): (file, name)
             for name, file in where.items()

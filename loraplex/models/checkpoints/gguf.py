@@ -46,6 +46,9 @@ IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+NEUTRAL = {"rope.scale_linear": (0, 1), "attention.scale": (0,), "attention.sliding_window": (0,)}
+"""Keys that would change the mathematics, with the values under which they do not."""
+
 _LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z_]{1,32})\.(weight|bias)")
 
 LLAMA3_ROPE: Mapping[str, Any] = {
@@ -101,7 +104,9 @@ class GgufFile:
         self._of: dict[str, GgufTensor] = {}
         for name, tensor in self.header.tensors.items():
             if name != ROPE_FACTORS:
-                self._of[_hf_name(name)] = tensor
+                if (own := _hf_name(name)) in self._of:
+                    raise ModelConfigError(f"{path}: {shown(name)} and another tensor are both {own}")
+                self._of[own] = tensor
                 self._check(tensor)
 
     @property
@@ -205,6 +210,12 @@ class GgufFile:
             raise self._refuse("attention.value_length", f"only {head_dim}, as the keys have")
         if self._given("expert_count"):
             raise self._refuse("expert_count", "only models without experts")
+        for key, neutral in NEUTRAL.items():
+            if self._given(key, 0) not in neutral:
+                raise self._refuse(key, f"only {' or '.join(map(str, neutral))}")
+        theta = self._given("rope.freq_base", 10000.0)
+        if type(theta) not in (int, float) or not theta > 0:
+            raise self._refuse("rope.freq_base", "a number > 0")
         if (num_layers := self._number("block_count")) > len(self._of):
             raise self._refuse("block_count", f"at most {len(self._of)}, the number of tensors")
         embedding = self._of.get("model.embed_tokens.weight")
@@ -221,13 +232,13 @@ class GgufFile:
             "head_dim": head_dim,
             "rms_norm_eps": self._given("attention.layer_norm_rms_epsilon", 1e-6),
             "max_position_embeddings": self._number("context_length"),
-            "rope_theta": self._given("rope.freq_base", 10000.0),
+            "rope_theta": theta,
             "tie_word_embeddings": "lm_head.weight" not in self._of,
             "dtype": self._dtype(),
         }
         if self._arch != "qwen2":
             config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._of
-        return config | self._rope(head_dim, float(config["rope_theta"]))
+        return config | self._rope(head_dim, float(theta))
 
     def _rope(self, head_dim: int, theta: float) -> dict[str, Any]:
         kind, factor = self._given("rope.scaling.type", "none"), self._given("rope.scaling.factor", 1.0)

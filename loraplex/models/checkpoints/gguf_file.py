@@ -74,8 +74,12 @@ class _Reader:
             metadata[key] = self._value(self._scalar("<I"))
         found = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment must be a power of two, got {shown(alignment)}")
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment must be a power of two from 8 on, got {shown(alignment)}")
+        for tensor in found:
+            if tensor.offset % alignment:
+                where = f"begins at byte {tensor.offset}, which is no multiple of {alignment}"
+                raise ValueError(f"tensor {shown(tensor.name)} {where}")
         start = -(-self._at // alignment) * alignment
         tensors = {t.name: GgufTensor(t.name, t.shape, t.type_id, start + t.offset) for t in found}
         if len(tensors) != num_tensors:

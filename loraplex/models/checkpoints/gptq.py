@@ -53,7 +53,7 @@ class Gptq:
         bits, kind = settings.get("bits", 4), settings.get("checkpoint_format") or ""
         if bits not in BITS:
             raise ValueError(f"bits={bits!r} is not supported; only 4 and 8")
-        if kind not in FORMATS:
+        if not isinstance(kind, str) or kind not in FORMATS:
             raise ValueError(f"checkpoint_format {kind!r} is not supported; only gptq and gptq_v2")
         return cls(positive(settings, "group_size", 128), FORMATS[kind])
 

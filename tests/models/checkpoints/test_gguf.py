@@ -151,7 +151,12 @@ def written(tmp_path: Path, tensors: Any = EMBEDDING, arch: str = "llama", **mor
         ({"llama__rope__dimension_count": 8}, "rope.dimension_count=8 is not supported; it has to be only 16"),
         ({"llama__rope__scaling__type": "longrope", "llama__rope__scaling__factor": 2.0}, "only none, linear and yarn"),
         ({"llama__expert_count": 8}, "only models without experts"),
-        ({"general__alignment": 3}, "general.alignment must be a power of two, got 3"),
+        ({"general__alignment": 3}, "general.alignment must be a power of two from 8 on, got 3"),
+        ({"general__alignment": 1}, "general.alignment must be a power of two from 8 on, got 1"),
+        ({"llama__rope__freq_base": "x"}, "llama.rope.freq_base='x' is not supported; it has to be a number > 0"),
+        ({"llama__rope__scale_linear": 4.0}, "llama.rope.scale_linear=4.0 is not supported; it has to be only 0 or 1"),
+        ({"llama__attention__scale": 0.5}, "llama.attention.scale=0.5 is not supported; it has to be only 0"),
+        ({"llama__attention__sliding_window": 4}, "attention.sliding_window=4 is not supported; it has to be only 0"),
     ],
 )
 def test_metadata_that_is_not_honoured_is_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
@@ -168,8 +173,16 @@ def test_tensors_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for message, tensor in cases.items():
         with pytest.raises(ModelConfigError, match=re.escape(message)):
             ModelConfig.from_dir(written(tmp_path, {"token_embd.weight": tensor}))
+    norms = dict.fromkeys(("output_norm.weight", "model.norm.weight"), (0, (64,), bytes(256)))
+    with pytest.raises(ModelConfigError, match=r"'model\.norm\.weight' and another tensor are both"):
+        ModelConfig.from_dir(written(tmp_path, EMBEDDING | norms))
     file = written(tmp_path)
-    file.write_bytes(file.read_bytes()[:-64])
+    content, name = file.read_bytes(), b"token_embd.weight"
+    at = content.index(name) + len(name) + 4 + 16 + 4
+    file.write_bytes(content[:at] + struct.pack("<Q", 1) + content[at + 8 :] + bytes(32))
+    with pytest.raises(ModelConfigError, match=r"'token_embd\.weight' begins at byte 1, which is no multiple of 32"):
+        ModelConfig.from_dir(file)
+    file.write_bytes(content[:-64])
     with pytest.raises(ModelConfigError, match="the file is truncated"):
         ModelConfig.from_dir(file)
 
