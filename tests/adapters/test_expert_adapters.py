@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from loraplex.adapters import validation
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.own import OwnParts
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -169,6 +171,29 @@ def test_a_list_that_names_linears_and_the_file_has_no_experts(tmp_path: Path) -
         tensors |= pair(f"model.layers.{layer}.mlp.shared_expert.down_proj", 40, HIDDEN)
     model = read(tmp_path, tensors, "qwen2_moe", target_modules=["down_proj"])
     assert sorted(model.layers) == [f"model.layers.{layer}.mlp.shared_expert.down_proj" for layer in range(2)]
+
+
+def test_a_check_does_not_go_through_all_modules_for_each_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model has tens of thousands of experts' linears, and a file a tensor or two of each."""
+    rounds = [0]
+
+    class Counted(frozenset[str]):
+        def __iter__(self) -> Iterator[str]:
+            rounds[0] += 1
+            return super().__iter__()
+
+    class CountedParts(OwnParts):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.targeted = Counted(self.targeted)
+
+    monkeypatch.setattr(validation, "OwnParts", CountedParts)
+    tensors = modules("mlp", ["gate_proj", "up_proj", "down_proj"])
+    model = read(tmp_path, tensors, target_modules=["gate_proj", "up_proj", "down_proj"])
+    assert len(model.layers) == len(tensors) // 2
+    assert 0 < rounds[0] < len(model.layers)
 
 
 def test_what_does_not_fit_a_stack_is_refused(tmp_path: Path) -> None:
