@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
-from loraplex.adapters.experts import NO_EXPERTS, ExpertBase, ExpertStack
+from loraplex.adapters.experts import NO_EXPERTS, STACK_PARTS, ExpertBase, ExpertStack
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import (
@@ -381,6 +381,9 @@ class TensorCheck:
                     text = f"{parameter}: the file has no {part}, which target_parameters calls for"
                     self.reasons.append(f"{text}; save the adapter again")
             self.costs |= {module: ModuleCost(numbers.ranks[parameter], 0) for module, _ in stack.modules}
+        for name, entry in self.names.items():
+            if name.module in self.stacks and name.part not in (*STACK_PARTS, *OWN_PARTS, "bias"):
+                self._unused(entry, f"a parameter of experts has {' and '.join(STACK_PARTS)} alone")
 
     def _check_kept_ranks(self, matched: frozenset[str]) -> None:
         """Of modules that the file has and the base has not, their tensors say it."""

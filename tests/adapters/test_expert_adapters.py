@@ -221,6 +221,14 @@ def test_what_does_not_fit_a_stack_is_refused(tmp_path: Path) -> None:
         assert "of a parameter of experts that target_parameters does not name" in refused(tmp_path, good, **fields)
 
 
+@pytest.mark.parametrize("part", ["lora_B.bias", "lora_magnitude_vector", "bias"])
+def test_other_parts_of_a_stack_are_refused(tmp_path: Path, part: str) -> None:
+    for module in (EXPERTS, f"{EXPERTS}.base_layer"):
+        extra = {f"base_model.model.{module}.{part}": torch.ones(HIDDEN)}
+        said = refused(tmp_path, stacks() | extra, target_parameters=BOTH)
+        assert said.count(f"tensor 'base_model.model.{module}.{part}' is not used") == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
