@@ -338,7 +338,7 @@ class TensorCheck:
                 f"target_parameters: {shown(entry)} names no weight of a linear or of experts; remove it"
             )
         for is_expert in (True, False):
-            group = {m for m in matched if m in self.base and self._is_of_experts(m, is_expert)}
+            group = {m for m in matched if m in self.base and self._is_no_linear(m, is_expert)}
             if group and group.isdisjoint(self._modules_in_file):
                 matched -= group
         wrapped = {by_parameter[name] for name in helper.match_parameters(tuple(by_parameter))}
@@ -346,9 +346,10 @@ class TensorCheck:
         self.reasons.extend(f"target_parameters names {each}.weight, which is no linear's" for each in sorted(ends))
         return matched | (wrapped - ends)
 
-    def _is_of_experts(self, module: str, is_expert: bool) -> bool:
+    def _is_no_linear(self, module: str, is_expert: bool) -> bool:
+        """In transformers: of an expert, or a router. The gate of a shared expert is a linear there."""
         base = self.base[module]
-        return base.is_lora_only and base.is_expert is is_expert
+        return base.is_expert if is_expert else base.is_lora_only and module.endswith(".gate")
 
     def _check_lora_only(self, named: frozenset[str]) -> None:
         """Of experts and routers no other kind is served: their inputs are others', too."""

@@ -173,6 +173,21 @@ def test_a_list_that_names_linears_and_the_file_has_no_experts(tmp_path: Path) -
     assert sorted(model.layers) == [f"model.layers.{layer}.mlp.shared_expert.down_proj" for layer in range(2)]
 
 
+def test_the_gate_of_the_shared_expert_is_a_linear(tmp_path: Path) -> None:
+    """In transformers, beside a router that is a parameter: peft wraps it alone where a pattern names both."""
+    tensors: Tensors = {}
+    for layer in range(2):
+        tensors |= pair(f"model.layers.{layer}.mlp.shared_expert_gate", HIDDEN, 1)
+    fields = {"target_modules": r".*\.mlp\.(shared_expert_)?gate"}
+    model = read(tmp_path, tensors, "qwen2_moe", **fields)
+    names = [f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2)]
+    assert sorted(model.layers) == names
+    routers: Tensors = {}
+    for layer in range(2):
+        routers |= pair(f"model.layers.{layer}.mlp.gate", HIDDEN, NUM_EXPERTS)
+    assert f"{names[0]}: adapter_config.json names it" in refused(tmp_path, routers, "qwen2_moe", **fields)
+
+
 def test_a_check_does_not_go_through_all_modules_for_each_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
