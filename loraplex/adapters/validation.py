@@ -185,12 +185,12 @@ class TensorCheck:
         self._check_stacks(matched)
         self._check_shared(matched)
         self._check_own(self.own)
+        called_for = matched.union(self.stacks)
         for name, entry in self.names.items():
             if name.part == "bias":
                 self._check_bias(name, entry, matched)
-            elif name.module and name.part not in OWN_PARTS:
-                if name.module not in self.stacks and name.module not in matched:
-                    self._unwanted(name, entry)
+            elif name.module and name.part not in OWN_PARTS and name.module not in called_for:
+                self._unwanted(name, entry)
         self._check_missing_biases(matched)
         if self.keeps_projections:
             text = "vera_A and vera_B are kept once for all adapters with equal ones, beside the vectors of each module"
