@@ -27,6 +27,9 @@ from loraplex.core import LoraTarget
 WRAPPED = ".base_layer"
 """What peft puts before the parts of a parameter, for each other parameter of the module that was wrapped after it."""
 
+STACK_PARTS = ("lora_A.weight", "lora_B.weight")
+"""All that a file has of a stack."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
@@ -57,10 +60,8 @@ class ExpertStack:
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Of its tensors in a file."""
-        return {
-            "lora_A.weight": (self.count * rank, self.in_features),
-            "lora_B.weight": (self.out_features, rank * self.count),
-        }
+        shapes = (self.count * rank, self.in_features), (self.out_features, rank * self.count)
+        return dict(zip(STACK_PARTS, shapes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from loraplex.adapters.fields import (
     FieldVerdict,
 )
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder
-from loraplex.adapters.kinds import TEXT_PREFIXES, Kind
+from loraplex.adapters.kinds import TEXT_PREFIXES, Kind, text_name
 from loraplex.adapters.patterns import (
     BlockDiagonal,
     PatternError,
@@ -333,15 +333,19 @@ class PEFTHelper:
         """Entries of a target_modules list that name none of these modules, whatever the layers or exclusions."""
         if isinstance(self.target_modules, str):
             return ()
-        unsaid = set(self.target_modules)
+        unsaid = _of_text_alone(self.target_modules)
         for name in module_names:
             unsaid.difference_update(dotted_suffixes(name))
-        return tuple(entry for entry in self.target_modules if entry in unsaid)
+        return tuple(entry for entry in self.target_modules if text_name(entry) in unsaid)
 
     def _excluded(self, names: Sequence[str]) -> frozenset[str]:
-        if isinstance(self.exclude_modules, str):
-            return frozenset(fullmatches(self.exclude_modules, names))
-        return frozenset(named_by(self.exclude_modules, names))
+        if not isinstance(self.exclude_modules, str):
+            return frozenset(named_by(_of_text_alone(self.exclude_modules), names))
+        excluded = frozenset(fullmatches(self.exclude_modules, names))
+        if "language_model" not in self.exclude_modules:
+            return excluded
+        beside = _beside_other_parts(names)
+        return excluded.union(beside[name] for name in fullmatches(self.exclude_modules, [*beside]))
 
     def _targeted(self, names: Sequence[str]) -> list[str]:
         if isinstance(self.target_modules, str):
@@ -352,11 +356,11 @@ class PEFTHelper:
                 beside = _beside_other_parts(names)
                 found = {beside[name]: index for name, index in fullmatches(self.target_modules, [*beside]).items()}
             return list(found)
-        by_suffix = named_by(self.target_modules, names)
+        exact = _of_text_alone(self.target_modules)  # peft takes an exact name whatever its layer
+        by_suffix = named_by(exact, names)
         if not self.layers_to_transform:
             return by_suffix
         indices = layer_indices(self.layers_pattern, by_suffix)
-        exact = frozenset(self.target_modules)  # peft takes an exact name whatever its layer
         return [name for name in by_suffix if name in exact or indices.get(name) in self.layers_to_transform]
 
     # --------------------------------------------------------------------------------------------------------- identity
@@ -405,6 +409,11 @@ class PEFTHelper:
             fields["ensure_weight_tying"] = True
         fields |= {name: getattr(self, name) for name in self.context_fields}
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _of_text_alone(entries: Iterable[str]) -> set[str]:
+    """Entries of a list, with the names that modules have where the text model is alone."""
+    return {text_name(entry) for entry in entries}
 
 
 def _beside_other_parts(names: Sequence[str]) -> dict[str, str]:

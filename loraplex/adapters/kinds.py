@@ -226,11 +226,16 @@ class TensorName(NamedTuple):
         return f"{self.module}.{self.part}"
 
 
+def text_name(name: str) -> str:
+    """Of a module or tensor, without what stands before it where the text model is beside other parts."""
+    prefix = next(filter(name.startswith, TEXT_PREFIXES), "")
+    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+
+
 def parse_tensor_name(name: str, kind: Kind = Kind.LORA) -> TensorName | None:
     """None for a name that is no part of an adapter of this kind."""
     bare = name.removeprefix(PREFIX)
-    prefix = next(filter(bare.startswith, TEXT_PREFIXES), "")
-    bare = TEXT_PREFIXES.get(prefix, "") + bare.removeprefix(prefix)
+    bare = text_name(bare)
     if kind is Kind.LORA:
         match = _LORA.fullmatch(bare)
         if match is not None:

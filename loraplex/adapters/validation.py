@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
-from loraplex.adapters.experts import NO_EXPERTS, ExpertBase, ExpertStack
+from loraplex.adapters.experts import NO_EXPERTS, STACK_PARTS, ExpertBase, ExpertStack
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import (
@@ -185,10 +185,11 @@ class TensorCheck:
         self._check_stacks(matched)
         self._check_shared(matched)
         self._check_own(self.own)
+        called_for = matched.union(self.stacks)
         for name, entry in self.names.items():
             if name.part == "bias":
                 self._check_bias(name, entry, matched)
-            elif name.module and name.part not in OWN_PARTS and name.module not in (*self.stacks, *matched):
+            elif name.module and name.part not in OWN_PARTS and name.module not in called_for:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
         if self.keeps_projections:
@@ -337,7 +338,7 @@ class TensorCheck:
                 f"target_parameters: {shown(entry)} names no weight of a linear or of experts; remove it"
             )
         for is_expert in (True, False):
-            group = {m for m in matched if m in self.base and self._is_of_experts(m, is_expert)}
+            group = {m for m in matched if m in self.base and self._is_no_linear(m, is_expert)}
             if group and group.isdisjoint(self._modules_in_file):
                 matched -= group
         wrapped = {by_parameter[name] for name in helper.match_parameters(tuple(by_parameter))}
@@ -345,9 +346,10 @@ class TensorCheck:
         self.reasons.extend(f"target_parameters names {each}.weight, which is no linear's" for each in sorted(ends))
         return matched | (wrapped - ends)
 
-    def _is_of_experts(self, module: str, is_expert: bool) -> bool:
+    def _is_no_linear(self, module: str, is_expert: bool) -> bool:
+        """In transformers: of an expert, or a router. The gate of a shared expert is a linear there."""
         base = self.base[module]
-        return base.is_lora_only and base.is_expert is is_expert
+        return base.is_expert if is_expert else base.is_lora_only and module.endswith(".gate")
 
     def _check_lora_only(self, named: frozenset[str]) -> None:
         """Of experts and routers no other kind is served: their inputs are others', too."""
@@ -380,6 +382,9 @@ class TensorCheck:
                     text = f"{parameter}: the file has no {part}, which target_parameters calls for"
                     self.reasons.append(f"{text}; save the adapter again")
             self.costs |= {module: ModuleCost(numbers.ranks[parameter], 0) for module, _ in stack.modules}
+        for name, entry in self.names.items():
+            if name.module in self.stacks and name.part not in (*STACK_PARTS, *OWN_PARTS, "bias"):
+                self._unused(entry, f"a parameter of experts has {' and '.join(STACK_PARTS)} alone")
 
     def _check_kept_ranks(self, matched: frozenset[str]) -> None:
         """Of modules that the file has and the base has not, their tensors say it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from loraplex.adapters import validation
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.own import OwnParts
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -171,6 +173,44 @@ def test_a_list_that_names_linears_and_the_file_has_no_experts(tmp_path: Path) -
     assert sorted(model.layers) == [f"model.layers.{layer}.mlp.shared_expert.down_proj" for layer in range(2)]
 
 
+def test_the_gate_of_the_shared_expert_is_a_linear(tmp_path: Path) -> None:
+    """In transformers, beside a router that is a parameter: peft wraps it alone where a pattern names both."""
+    tensors: Tensors = {}
+    for layer in range(2):
+        tensors |= pair(f"model.layers.{layer}.mlp.shared_expert_gate", HIDDEN, 1)
+    fields = {"target_modules": r".*\.mlp\.(shared_expert_)?gate"}
+    model = read(tmp_path, tensors, "qwen2_moe", **fields)
+    names = [f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2)]
+    assert sorted(model.layers) == names
+    routers: Tensors = {}
+    for layer in range(2):
+        routers |= pair(f"model.layers.{layer}.mlp.gate", HIDDEN, NUM_EXPERTS)
+    assert f"{names[0]}: adapter_config.json names it" in refused(tmp_path, routers, "qwen2_moe", **fields)
+
+
+def test_a_check_does_not_go_through_all_modules_for_each_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model has tens of thousands of experts' linears, and a file a tensor or two of each."""
+    rounds = [0]
+
+    class Counted(frozenset[str]):
+        def __iter__(self) -> Iterator[str]:
+            rounds[0] += 1
+            return super().__iter__()
+
+    class CountedParts(OwnParts):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.targeted = Counted(self.targeted)
+
+    monkeypatch.setattr(validation, "OwnParts", CountedParts)
+    tensors = modules("mlp", ["gate_proj", "up_proj", "down_proj"])
+    model = read(tmp_path, tensors, target_modules=["gate_proj", "up_proj", "down_proj"])
+    assert len(model.layers) == len(tensors) // 2
+    assert 0 < rounds[0] < len(model.layers)
+
+
 def test_what_does_not_fit_a_stack_is_refused(tmp_path: Path) -> None:
     good, name = stacks(), f"base_model.model.{EXPERTS}"
     two = {"target_parameters": BOTH}
@@ -194,6 +234,14 @@ def test_what_does_not_fit_a_stack_is_refused(tmp_path: Path) -> None:
     assert f"target_parameters names '{EXPERTS}.down_proj' and target_modules" in text
     for fields in ({"target_modules": ["q_proj"]}, {"target_parameters": BOTH[:1]}):
         assert "of a parameter of experts that target_parameters does not name" in refused(tmp_path, good, **fields)
+
+
+@pytest.mark.parametrize("part", ["lora_B.bias", "lora_magnitude_vector", "bias"])
+def test_other_parts_of_a_stack_are_refused(tmp_path: Path, part: str) -> None:
+    for module in (EXPERTS, f"{EXPERTS}.base_layer"):
+        extra = {f"base_model.model.{module}.{part}": torch.ones(HIDDEN)}
+        said = refused(tmp_path, stacks() | extra, target_parameters=BOTH)
+        assert said.count(f"tensor 'base_model.model.{module}.{part}' is not used") == 1
 
 
 @pytest.mark.parametrize(

@@ -461,3 +461,24 @@ def test_is_set() -> None:
 def test_the_documentation_names_every_field() -> None:
     text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
     assert [name for name in HONOURED | IGNORED.keys() | REFUSED.keys() if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("before", ["model.language_model.", "language_model.model.", "language_model."])
+def test_names_beside_other_parts(before: str) -> None:
+    """Of an adapter that was trained on a model with an image tower, on its text model alone."""
+    modules = [f"model.layers.{layer}.self_attn.{leaf}" for layer in range(2) for leaf in ("q_proj", "k_proj")]
+    full = f"{before}layers.1.self_attn.q_proj"
+
+    def helper(**fields: Any) -> PEFTHelper:
+        return PEFTHelper.from_dict({"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [], **fields})
+
+    listed = helper(target_modules=[full, f"{before}layers.7.self_attn.q_proj"])
+    assert listed.match_modules(modules) == {modules[2]}
+    assert listed.unmatched_targets(modules) == (f"{before}layers.7.self_attn.q_proj",)
+    exact = helper(target_modules=[full], layers_to_transform=[0])
+    assert exact.match_modules(modules) == (set() if before == "language_model." else {modules[2]})
+    for excluded in ([full], r".*language_model.*layers\.1\.self_attn\.q_proj"):
+        left = helper(target_modules=["q_proj", "k_proj"], exclude_modules=excluded).match_modules(modules)
+        assert left == {*modules} - {modules[2]}
+    other = helper(target_modules=["q_proj", "k_proj"], exclude_modules=r".*vision_tower.*")
+    assert other.match_modules(modules) == {*modules}
