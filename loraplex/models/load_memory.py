@@ -63,10 +63,19 @@ class LoadMemory:
 
 
 def _maps_of(files: frozenset[str]) -> Iterator[tuple[int, int]]:
-    """Where these files are mapped in this process: [start, end) of each map; none where there is no Linux."""
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+    """Where these files are mapped in this process: [start, end) of each map of which no page was written to; none
+    where there is no Linux.
+
+    To drop a written page of a private map would undo the write: another model of this process may have the same file
+    mapped, with its weights changed in place.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as lines:
+        start = end = 0
         for line in lines:
-            place, _, _, _, _, *named = line.rstrip("\n").split(maxsplit=5)
-            if named and named[0] in files:
-                start, end = place.split("-")
-                yield int(start, 16), int(end, 16)
+            first, _, rest = line.partition(" ")
+            if not first.endswith(":"):
+                _, _, _, _, *named = rest.rstrip("\n").split(maxsplit=4)
+                is_wanted = bool(named) and named[0] in files
+                start, end = (int(place, 16) for place in first.split("-")) if is_wanted else (0, 0)
+            elif first == "Anonymous:" and end and rest.split()[0] == "0":
+                yield start, end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -133,3 +134,15 @@ def test_pages_of_the_files_are_dropped_and_can_be_read_again(tmp_path: Path) ->
             assert [end - start for start, end in _maps_of(frozenset([str(file.resolve())]))] == [2**20]
         LoadMemory([file], 0).release()
         assert data[:] == b"x" * 2**20
+
+
+def test_pages_that_were_written_to_stay(tmp_path: Path) -> None:
+    """A model of transformers with an adapter merged in place lost it when the same files were loaded beside it."""
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"a" * 2**16)
+    with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
+        assert mapped[0] == ord("a")
+        assert list(_maps_of(frozenset([str(file)])))
+        mapped[0] = ord("b")
+        LoadMemory([file], 1).release()
+        assert mapped[0] == ord("b")
