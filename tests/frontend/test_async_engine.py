@@ -608,10 +608,10 @@ async def test_ten_loads_at_once_are_one_fetch(
     may_go = threading.Event()
     fetch = AdapterSource.fetch
 
-    def counting(source: AdapterSource, path: str, *arguments: Any) -> Path:
+    def counting(source: AdapterSource, path: str, **options: Any) -> Path:
         fetched.append(path)
         may_go.wait(60)
-        return fetch(source, path, *arguments)
+        return fetch(source, path, **options)
 
     monkeypatch.setattr(AdapterSource, "fetch", counting)
     loads = [asyncio.create_task(client.engine.load_adapter("new", str(copied))) for _ in range(10)]
@@ -630,11 +630,11 @@ async def test_a_slow_fetch_holds_up_nobody_else(client: Client, copied: Path, m
     engine, fetch = client.engine, AdapterSource.fetch
     may_go, is_fetching = threading.Event(), threading.Event()
 
-    def slow(source: AdapterSource, path: str, *arguments: Any) -> Path:
+    def slow(source: AdapterSource, path: str, **options: Any) -> Path:
         if path == str(copied):
             is_fetching.set()
             may_go.wait(60)
-        return fetch(source, path, *arguments)
+        return fetch(source, path, **options)
 
     monkeypatch.setattr(AdapterSource, "fetch", slow)
     try:

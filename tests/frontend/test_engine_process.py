@@ -254,10 +254,10 @@ async def test_shutdown_answers_everybody(small: Client, monkeypatch: pytest.Mon
     may_fetch, is_fetching = threading.Event(), threading.Event()
     fetch = AdapterSource.fetch
 
-    def slow(source: AdapterSource, path: str) -> Path:
+    def slow(source: AdapterSource, path: str, **options: Any) -> Path:
         is_fetching.set()
         may_fetch.wait(60)
-        return fetch(source, path)
+        return fetch(source, path, **options)
 
     monkeypatch.setattr(AdapterSource, "fetch", slow)
     streams = [small.long("upper"), small.long()]
