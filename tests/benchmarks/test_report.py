@@ -188,7 +188,7 @@ def test_what_cannot_be_run_is_refused_in_a_line_and_before_anything_is_made(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--threads", "0"], ["--only", "linear,glu"], ["--sizes", "xl"], ["--dtypes", "int4"]]
+    "arguments", [["--threads", "0"], ["--only", "linear,glu"], ["--sizes", "xl"], ["--dtypes", "int3"]]
 )
 def test_kernels_that_are_not_there_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """They were an empty table."""

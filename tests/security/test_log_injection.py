@@ -124,7 +124,7 @@ def test_every_line_is_an_object_that_names_its_request(tmp_path: Path) -> None:
     assert "secret-in-a-query" not in log
     assert KEY not in log
     of_mine = [line for line in lines if line.get("request_id") == "mine"]
-    assert {line["logger"] for line in of_mine} >= {"access", "loraplex.audit", "loraplex.frontend.async_engine"}
+    assert {line["logger"] for line in of_mine} >= {"access", "loraplex.audit", "loraplex.frontend.adapter_verbs"}
     (answered,) = [line for line in of_mine if line.get("path") == "/v1/completions"]
     assert (answered["adapter"], answered["status"], answered["method"]) == ("upper", 200, "POST")
     assert any(line["logger"].startswith("loraplex.frontend") and line["level"] != "info" for line in lines)
