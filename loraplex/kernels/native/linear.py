@@ -132,7 +132,9 @@ def keep_linear(library: NativeLibrary, weight: Int8Weight | GroupWeight, num_th
         num_pairs = -(-in_features // 2)
         padded = F.pad(weight.q, (0, 2 * num_pairs - in_features, 0, -out_features % PANEL))
         panels = padded.view(-1, PANEL, num_pairs, 2).transpose(1, 2).contiguous()
-        return PanelWeight.over(panels.view(len(panels), -1, PANEL), weight.scale.float(), out_features, in_features)
+        return PanelWeight.over(
+            panels.view(len(panels), -1, PANEL), weight.scale.float().contiguous(), out_features, in_features
+        )
     num_bits = 4 if isinstance(weight, Int4Weight) else 8
     dtype = GROUP_DTYPES.get((num_bits, weight.activation_bits))
     if dtype is None or weight.group_size not in GROUP_SIZES:

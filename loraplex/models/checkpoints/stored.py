@@ -28,8 +28,6 @@ from loraplex.layers.common import WeightPart
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-
 KEPT_FORMAT = "kept.1"
 """Of prepared weights of quantised checkpoints; another name where other ones are kept in their integers."""
 

@@ -92,6 +92,6 @@ def test_a_turn_that_hangs_is_counted_no_more(monkeypatch: pytest.MonkeyPatch) -
     thread = held(turns, "a", release)
     monkeypatch.setattr(fair_turns, "STUCK_S", 0.0)
     with turns.of("a"):
-        pass
+        assert thread.is_alive(), "the one that hangs has its turn still"
     release.set()
     thread.join(60)
