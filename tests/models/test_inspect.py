@@ -161,7 +161,8 @@ def test_a_broken_directory_is_a_reason(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mamba", "architectures": [5]}, "model_type 'mamba' is not supported; supported are "),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported are "),
+        ({"architectures": [5]}, "architectures must be a list of names, got [5]"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"text_config": {"hidden_size": 10**12}}, "hidden_size is 1000000000000"),

@@ -50,12 +50,12 @@ class StoreOfRunners:
         self._pinning: set[asyncio.Task[None]] = set()
 
     async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Raises the first error of a runner; EngineDeadError when no runner is left. One opens files for all."""
+        """Raises the first error of a runner; EngineDeadError when no runner is left."""
         was_pinned = not self._pinned.isdisjoint(each for each in arguments if isinstance(each, int))
         self._note(method, arguments)
         members = [runner for runner in self._runners if runner.is_member]
         if method == "open_adapter":
-            members = members[:1]
+            return await self._open(members, arguments)
         asked = await asyncio.gather(*(_ask(runner, method, arguments) for runner in members))
         answers = {runner: answer for runner, answer in zip(members, asked, strict=True) if not _is_lost(answer)}
         errors = [each for each in answers.values() if isinstance(each, BaseException)]
@@ -77,6 +77,17 @@ class StoreOfRunners:
         task = asyncio.get_running_loop().create_task(self._pin_again(runner, tuple(self._pinned)))
         self._pinning.add(task)
         task.add_done_callback(self._pinning.discard)
+
+    async def _open(self, members: Sequence[Runner], arguments: tuple[Any, ...]) -> Any:
+        """One runner opens files for all; the next one does when its process dies meanwhile."""
+        for runner in members:
+            answer = await _ask(runner, "open_adapter", arguments)
+            if _is_lost(answer):
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+        raise self._death()
 
     def _note(self, method: str, arguments: tuple[Any, ...]) -> None:
         match method, arguments:

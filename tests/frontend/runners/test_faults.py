@@ -121,13 +121,14 @@ async def test_kill_under_load_ends_its_own_requests_alone_and_loses_no_verb(cli
         assert killed.client.pid is not None
         os.kill(killed.client.pid, signal.SIGKILL)
 
-    asking = [asyncio.create_task(ask(number)) for number in range(6)]
-    done = await within(change())
-    await until(lambda: engine.health().num_serving == 2)
-    before = answered
-    await until(lambda: answered > before + 10)
-    is_over.set()
-    await within(asyncio.gather(*asking))
+    async with asyncio.TaskGroup() as asking:
+        for number in range(6):
+            asking.create_task(ask(number))
+        done = await within(change())
+        await until(lambda: engine.health().num_serving == 2)
+        before = answered
+        await until(lambda: answered > before + 10)
+        is_over.set()
     assert failed
     for request_id, error in failed.items():
         assert isinstance(error, EngineDeadError), (request_id, error)

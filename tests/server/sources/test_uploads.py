@@ -46,7 +46,10 @@ async def send(client: httpx.AsyncClient, files: Files = FILES, **fields: str) -
 
 
 def kept(folder: Path) -> list[list[str]]:
-    return [sorted(file.name for file in each.iterdir()) for each in (folder / "uploads").glob("*")]
+    files: dict[str, list[str]] = {each.name: [] for each in (folder / "uploads").glob("*")}
+    for file in (folder / "uploads").glob("*/*"):  # a folder may be removed meanwhile: then it has no files
+        files.setdefault(file.parent.name, []).append(file.name)
+    return [sorted(names) for names in files.values()]
 
 
 async def until_empty(folder: Path) -> None:
