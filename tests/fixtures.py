@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -218,6 +220,11 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 _FAMILY_GAINS: Mapping[str, Mapping[str, float]] = {
     "starcoder2": {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 1.2, "c_proj": 0.4},  # its MLP without a gate says one thing
 }
+
+
+def some_of(names: Sequence[str], number: int) -> list[ParameterSet]:
+    """Parameters: the first `number` of them always, the others with the marker `slow`."""
+    return [pytest.param(name, marks=pytest.mark.slow if place >= number else ()) for place, name in enumerate(names)]
 
 
 @dataclass(frozen=True, slots=True)

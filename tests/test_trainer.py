@@ -27,6 +27,7 @@ def ask(http: httpx.Client, model: str = "policy") -> str:
     return text
 
 
+@pytest.mark.slow
 def test_updates_reach_all_runners_and_outlive_the_server(tmp_path: Path) -> None:
     state = tmp_path / "state"
     flags = ("--state-dir", str(state), "--data-parallel-size", "2", "--placement", "spread")

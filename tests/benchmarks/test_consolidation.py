@@ -11,6 +11,8 @@ import pytest
 from benchmarks.consolidation import stretched_base, two_runners, wrong_moves
 from loraplex.core import Request
 
+pytestmark = pytest.mark.slow
+
 
 async def test_what_moves_is_right_and_what_is_wrong_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_runners(stretched_base(tmp_path / "base")) as engine:

@@ -359,6 +359,7 @@ def test_check_runs(tmp_path: Path) -> None:
     assert all(one["is_ok"] for one in found)
 
 
+@pytest.mark.slow
 def test_kernels_run(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"
@@ -373,6 +374,7 @@ def test_kernels_run(tmp_path: Path) -> None:
     assert {row[column] for row in table["rows"] if row[0] == "attention prefill"} == {"not installed"}
 
 
+@pytest.mark.slow
 def test_flash_attention_is_checked_and_timed_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,8 @@ from loraplex.errors import InvalidRequestError
 from tests.engine.alora_oracle import ActivatedCase, ActivatedOracle
 from tests.fixtures import FAMILIES, TARGET_MODULES, ModelZoo
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 32
 BLOCK_SIZE = 16
 LENGTH = 43

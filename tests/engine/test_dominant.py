@@ -28,6 +28,8 @@ from loraplex.models.dominant import DominantMerger
 from tests.engine.driver import Driver
 from tests.fixtures import ADAPTER_OPTIONS, KIND_OPTIONS, GreedyCase, ModelZoo
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 32
 WINDOW = 4
 LONG_S = 60.0

@@ -469,10 +469,12 @@ class EngineMachine(RuleBasedStateMachine):
         assert driver.engine.memory_report().tier("merged").num_adapters == 0, "a copy of an adapter that is gone"
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_mixed_up(world: World) -> None:
     play(world, max_examples=60)
 
 
+@pytest.mark.slow
 def test_nothing_is_mixed_up_while_the_adapter_that_dominates_is_merged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

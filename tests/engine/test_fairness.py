@@ -14,6 +14,8 @@ import pytest
 
 from tests.engine.test_scheduler import Harness, ran
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS, NUM_ADAPTERS, SEATS = 200, 6, 16
 PROMPT, OUTPUT = 32, 32
 STEP_S, DECODE_S, PROMPT_S = 0.020, 0.0007, 0.0018

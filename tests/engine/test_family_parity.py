@@ -16,7 +16,7 @@ from loraplex.models import dominant
 from loraplex.models.config import ModelConfig
 from tests.engine.test_dominant import WINDOW, Served
 from tests.engine.test_parity import BLOCK_SIZE, PROMPT_LENGTHS, FamilyCases, ParityCase, generate, start
-from tests.fixtures import MORE_FAMILIES, NUM_TOKENS, ModelZoo
+from tests.fixtures import MORE_FAMILIES, NUM_TOKENS, ModelZoo, some_of
 
 BACKENDS = ("native", "torch")
 LAST = {"starcoder2": "c_proj"}
@@ -41,7 +41,7 @@ def adapter_options(family: str) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
     } | ({} if family == "starcoder2" else {"norms": ("LNTuningConfig", {"target_modules": r".*norm"})})
 
 
-@pytest.fixture(scope="module", params=MORE_FAMILIES)
+@pytest.fixture(scope="module", params=some_of(MORE_FAMILIES, 3))
 def family(request: pytest.FixtureRequest, zoo: ModelZoo) -> FamilyCases:
     import peft
 

@@ -23,6 +23,8 @@ from tests.engine.mix_oracles import active_oracle
 from tests.engine.test_engine_properties import BLOCK_SIZE, NUM_TOKENS, World, play
 from tests.fixtures import KIND_OPTIONS, MIN_GAP, VOCAB_SIZE, ModelZoo
 
+pytestmark = pytest.mark.slow
+
 NUM_CANDIDATES, NUM_ASKED = 48, 8
 """Prompts that are drawn, and that are asked about at a time, until one is fit."""
 

@@ -12,6 +12,8 @@ from loraplex.demo.run import ask, base_path, questions
 from tests.fixtures import ModelZoo
 from tests.kernels.cases import BACKENDS
 
+pytestmark = pytest.mark.slow
+
 NAMES = [backend.name for backend in BACKENDS]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 PROMPTS = [{"prompt_token_ids": list(range(start, start + length))} for start, length in ((3, 40), (9, 5), (20, 17))]

@@ -34,6 +34,8 @@ from tests.engine.graph_tape import MaskedBackend, TapeDevice
 from tests.engine.mix_oracles import cat_oracle
 from tests.fixtures import FAMILIES, REFERENCE_FAMILIES, GreedyCase, ModelZoo
 
+pytestmark = pytest.mark.slow
+
 POSITIONS = 64
 FACTORS = (2.0, 4.0)
 NUM_TOKENS = 32

@@ -143,6 +143,7 @@ def both(bench: Bench, request: pytest.FixtureRequest) -> Iterator[tuple[Driver,
         driver.close()
 
 
+@pytest.mark.slow
 @given(asks=st.lists(ASKS, min_size=1, max_size=9))
 @example(asks=HARD)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -30,6 +30,7 @@ from tests.fixtures import (
     GreedyCase,
     ModelZoo,
     Oracle,
+    some_of,
 )
 
 NUM_TOKENS = 32
@@ -79,7 +80,7 @@ class MixFamily:
         return [(self.requests[name], weight) for name, weight in parts]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=some_of(FAMILIES, 2))
 def family(request: pytest.FixtureRequest, zoo: ModelZoo) -> MixFamily:
     base = zoo.base(request.param)
     paths = adapter_paths(zoo, base)

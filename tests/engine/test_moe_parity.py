@@ -32,7 +32,7 @@ from tests.engine.test_parity import (
     generate,
     start,
 )
-from tests.fixtures import MOE_FAMILIES, NUM_TOKENS, ModelZoo
+from tests.fixtures import MOE_FAMILIES, NUM_TOKENS, ModelZoo, some_of
 
 BACKENDS = ("native", "torch")
 PARAMETERS: Mapping[str, Mapping[str, Any]] = {
@@ -116,7 +116,7 @@ def adapters(zoo: ModelZoo, base: Path, root: Path) -> Iterator[tuple[str, Path]
     yield "modules and router", write_older(root / "router", base, ("gate", *of_expert.names.modules), 32)
 
 
-@pytest.fixture(scope="module", params=MOE_FAMILIES)
+@pytest.fixture(scope="module", params=some_of(MOE_FAMILIES, 2))
 def family(request: pytest.FixtureRequest, zoo: ModelZoo, tmp_path_factory: pytest.TempPathFactory) -> FamilyCases:
     base = zoo.base(request.param)
     cases = [ParityCase("base", greedy) for greedy in zoo.fit_cases(base, count=2, length=PROMPT_LENGTHS[1])]

@@ -19,6 +19,8 @@ from loraplex.config import LoRAConfig
 from tests.engine.own_models import ask
 from tests.fixtures import FAMILIES, OWN_OPTIONS, REFERENCE_FAMILIES, VOCAB_SIZE, GreedyCase, ModelZoo
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 32
 BLOCK_SIZE = 16
 LENGTHS = (12, 33, 20)

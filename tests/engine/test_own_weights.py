@@ -22,6 +22,8 @@ from loraplex.kernels.triton.backend import TritonBackend
 from tests.engine.own_models import ADDED, CUT, Maker, OwnModel, Said, ask, request_of
 from tests.fixtures import HIDDEN_SIZE, MIN_GAP, VOCAB_SIZE, ModelZoo, Oracle
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NUM_TOKENS = 24
 MAX_MODEL_LEN = 96

@@ -43,6 +43,7 @@ from tests.fixtures import (
     GreedyCase,
     ModelZoo,
     Oracle,
+    some_of,
 )
 
 BLOCK_SIZE = 16
@@ -85,7 +86,7 @@ class FamilyCases:
         return [reader.read(path, PEFTHelper.from_local_dir(path)).nbytes for path in paths]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=some_of(FAMILIES, 2))
 def family(request: pytest.FixtureRequest, zoo: ModelZoo, tmp_path_factory: pytest.TempPathFactory) -> FamilyCases:
     base = zoo.base(request.param)
     adapters = [*_written_by_peft(zoo, base), *_rewritten(zoo, base, tmp_path_factory.mktemp(request.param))]

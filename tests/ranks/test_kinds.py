@@ -14,6 +14,8 @@ from tests.engine.driver import Driver
 from tests.fixtures import KIND_OPTIONS, TARGET_MODULES, ModelZoo
 from tests.ranks.engines import LORA, Asked, adapter_of, answers, check, driver_of, kind_of, load, opened
 
+pytestmark = pytest.mark.slow
+
 BIASES = ("bias all", "bias lora_only", "lora_bias")
 OWN = ("saved norms", "saved linears", "a saved MLP", "LN tuning")
 

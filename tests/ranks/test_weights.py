@@ -14,6 +14,8 @@ from tests.engine.driver import Driver
 from tests.fixtures import HIDDEN_SIZE, VOCAB_SIZE, ModelZoo
 from tests.ranks.engines import LORA, SETTINGS, Asked, adapter_of, answers, kind_of, load, opened
 
+pytestmark = pytest.mark.slow
+
 MODULES = (
     ("model.layers.0.self_attn.q_proj", HIDDEN_SIZE, HIDDEN_SIZE),
     ("model.layers.1.mlp.down_proj", HIDDEN_SIZE, 160),

@@ -29,6 +29,7 @@ def world(zoo: ModelZoo) -> World:
     return make_world(zoo, num_families=4, num_versions=2, num_prompts=6)
 
 
+@pytest.mark.slow
 async def test_a_short_soak_finds_nothing(world: World, tmp_path: Path) -> None:
     """The engine is killed once on the way."""
     report = await Soak(replace(SMALL, kill_period_s=1.5), world, tmp_path).run()

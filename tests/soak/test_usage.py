@@ -21,6 +21,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     """The engine is killed, or the server ends or is killed, on the way."""
     book = soak(tmp_path, seconds=14, seed=1, port=free_port(), num_clients=3, every_s=3)

@@ -14,6 +14,8 @@ from loraplex.demo.tasks import TASKS, adapter_path
 from tests.frontend.processes import demo_config, stretched_base
 from tests.structured.schemas import schema_of
 
+pytestmark = pytest.mark.slow
+
 NUM_SCHEMAS = 200
 MODELS = (None, *(LoRARequest(task.name, i + 1, str(adapter_path(task.name))) for i, task in enumerate(TASKS)))
 

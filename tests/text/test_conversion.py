@@ -15,6 +15,8 @@ from loraplex.text.conversion import has_tokenizer
 from loraplex.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import CORPUS, tiny_backend
 
+pytestmark = pytest.mark.slow
+
 TEXTS = (*CORPUS, "hello  world 12345 \n x", " lead", "", "a\tb", "<s>x</s> y")
 HAS_EXTRA = all(importlib.util.find_spec(name) for name in ("sentencepiece", "tiktoken"))
 with_extra = pytest.mark.skipif(not HAS_EXTRA, reason="the extra hf is not installed")

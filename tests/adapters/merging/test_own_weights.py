@@ -21,6 +21,8 @@ from tests.adapters.peft_oracle import edit_config, load, read_config, read_tens
 from tests.fixtures import OWN_OPTIONS, VOCAB_SIZE, ModelZoo
 from tests.models.paged_runner import load_decoder
 
+pytestmark = pytest.mark.slow
+
 LIMITS = LoRAConfig(lora_extra_vocab_size=256)
 OTHER_VOCABULARY = [name for name, (_, _, vocab_size) in OWN_OPTIONS.items() if vocab_size not in (None, VOCAB_SIZE)]
 MERGED = [name for name in OWN_OPTIONS if name not in OTHER_VOCABULARY]

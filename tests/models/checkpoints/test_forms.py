@@ -85,6 +85,7 @@ def test_logits_are_those_of_the_numbers(zoo: ModelZoo, made: dict[str, Made], f
     assert decoder.weights_form.endswith(" checkpoint, kept as 8 linears in float32")
 
 
+@pytest.mark.slow
 @each_form
 def test_greedy_tokens_with_and_without_adapters(zoo: ModelZoo, made: dict[str, Made], form: str) -> None:
     """In one batch: the base, LoRA, DoRA, which divides by the norms of the numbers."""
@@ -128,6 +129,7 @@ def test_integers_that_kernels_read_are_kept(made: dict[str, Made], form: str, b
         assert decoder.weights_form.endswith(f"kept as 6 linears in its own {kind}, 2 linears in {rest}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", KEPT, ids=str)
 @pytest.mark.parametrize("backend", KEEPING)
 def test_kept_integers_are_nearer_than_rounding_again(
