@@ -411,6 +411,12 @@ class AdapterSpec:
     nbytes: int
     max_rank: int
 
+    @property
+    def tenant(self) -> str:
+        """Before the slash of its name; empty without one."""
+        head, slash, _ = self.adapter_name.partition("/")
+        return head if slash else ""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterResidency:

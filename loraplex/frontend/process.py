@@ -24,14 +24,14 @@ from typing import Any
 import zmq
 
 from loraplex import logs
-from loraplex.core import FinishReason, TokenOutput
+from loraplex.core import AdapterSpec, FinishReason, TokenOutput
 from loraplex.engine.build import build_engine
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.frontend import messages as msg
 from loraplex.frontend.store import store_methods
 from loraplex.kernels.native.choice import open_library
-from loraplex.memory.weights.loading import LoaderThreads
+from loraplex.memory.weights.loader_threads import LoaderThreads
 
 logger = logging.getLogger("loraplex.frontend.process")
 
@@ -197,7 +197,13 @@ class EngineProcess:
             threads = self._quick_verbs if message.method in QUICK_VERBS else self._loads
             if message.method == "open_adapter":  # of files that no request waits for: pins and loads go beside them
                 threads = self._opens
-            threads.submit(partial(self._answer, message.call_id, verb))
+            threads.submit(partial(self._answer, message.call_id, verb), self._tenant_of(message.arguments[0]))
+
+    def _tenant_of(self, argument: AdapterSpec | int | str) -> str:
+        """By an adapter or its id. Opens have turns where they come from, and only a path here."""
+        if isinstance(argument, int):
+            return self._engine.adapters.tenant_of(argument)
+        return argument.tenant if isinstance(argument, AdapterSpec) else ""
 
     def _shutdown(self, message: msg.Shutdown) -> None:
         self._is_running = False

@@ -48,7 +48,8 @@ from loraplex.memory.stats import MemoryLog, chunk_runs, residency_of, resting_t
 from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
 from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
-from loraplex.memory.weights.loading import Loader, LoaderThreads, Reader, WeightReader, read_weights
+from loraplex.memory.weights.loader_threads import LoaderThreads
+from loraplex.memory.weights.loading import Loader, Reader, WeightReader, read_weights
 from loraplex.memory.weights.packing import BaseWeights, Packer
 from loraplex.memory.weights.rank_packing import RankPacker
 from loraplex.memory.weights.vocabulary import Ends
@@ -148,6 +149,12 @@ class LoRAModelManager:
         layout = adapter.weights.layout
         return None if layout is None or self._ends is None else layout.vocab_size or self._ends.vocab_size
 
+    def tenant_of(self, adapter_id: int) -> str:
+        """Of an unknown adapter: empty."""
+        with self._residency.held():
+            adapter = self._residency.known_locked().get(adapter_id)
+            return "" if adapter is None else adapter.spec.tenant
+
     def vocab_size(self, adapter_id: int) -> int | None:
         """Where the adapter's vocabulary ends; None before its first load, and for an unknown one."""
         with self._residency.held():
@@ -181,7 +188,7 @@ class LoRAModelManager:
         with self._residency.held():
             adapter = self._residency.known_locked().get(adapter_id)
             if adapter is not None:
-                self._transfers.prefetch_locked(adapter.weights)
+                self._transfers.prefetch_locked(adapter)
 
     # -------------------------------------------------------------------------------------------- the engine's steps
 
@@ -266,7 +273,7 @@ class LoRAModelManager:
         if not is_new or weights.host is not None or weights.device is not None:
             return None, False
         self._residency.check_open_locked()
-        return self._residency.begin_load_locked(weights, Demand("add"), may_wait=True), True
+        return self._residency.begin_load_locked(weights, Demand("add", adapter=adapter), may_wait=True), True
 
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
         """Run or await a load; False when it failed without the source of `adapter`. Raises its error otherwise."""
@@ -294,8 +301,9 @@ class LoRAModelManager:
     def promote_adapter(self, adapter_id: int) -> AddOutcome:
         """Bring it to the device; waits for loads. AdapterNoRoomError when all there is pinned or in use."""
         with self._residency.held():
-            demand = Demand("promote")
-            is_new = self._transfers.bring_locked(self._residency.adapter_locked(adapter_id), demand)
+            adapter = self._residency.adapter_locked(adapter_id)
+            demand = Demand("promote", adapter=adapter)
+            is_new = self._transfers.bring_locked(adapter, demand)
             return AddOutcome(is_new, tuple(demand.evicted))
 
     def activate_adapter(self, adapter_id: int) -> bool:
@@ -334,7 +342,7 @@ class LoRAModelManager:
             if adapter.is_pinned:
                 return False
             self._residency.check_pinnable_locked(adapter)
-            self._transfers.bring_locked(adapter, Demand("pin"))
+            self._transfers.bring_locked(adapter, Demand("pin", adapter=adapter))
             self._residency.check_pinnable_locked(adapter)
             return adapter.set_pinned(True)
 

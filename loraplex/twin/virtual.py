@@ -63,7 +63,7 @@ class VirtualLoader:
         self._order = itertools.count()
         self.is_working = False
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None], tenant: str = "") -> None:
         seconds = self._seconds_of(job.job) if isinstance(job, JobRun) else 0.0
         began_s = max(self._clock.now_s, heapq.heappop(self._free_s))
         heapq.heappush(self._free_s, began_s + seconds)

@@ -282,7 +282,7 @@ class Loader:
     def __init__(self, _num_threads: int = 0) -> None:
         self._jobs: list[Callable[[], None]] = []
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None], tenant: str = "") -> None:
         self._jobs.append(job)
 
     def run(self) -> None:

@@ -28,7 +28,7 @@ class HeldJobs:
     def __init__(self) -> None:
         self.jobs: deque[Callable[[], None]] = deque()
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None], tenant: str = "") -> None:
         self.jobs.append(job)
 
     def run(self) -> None:

@@ -134,7 +134,7 @@ class HeldJobs:
     def __init__(self) -> None:
         self._jobs: list[Callable[[], None]] = []
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None], tenant: str = "") -> None:
         self._jobs.append(job)
 
     def run(self) -> None:

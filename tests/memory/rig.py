@@ -166,7 +166,7 @@ class GatedLoader:
     def num_queued(self) -> int:
         return len(self._jobs)
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None], tenant: str = "") -> None:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,7 +24,7 @@ from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import NUM_VERB_THREADS, AsyncEngine
 from loraplex.frontend.process import EngineProcess
 from loraplex.frontend.store import STORE_METHODS
-from loraplex.memory.weights.loading import LoaderThreads, ReadSlots
+from loraplex.memory.weights.loader_threads import LoaderThreads, ReadSlots
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.api_error import ApiError
@@ -141,7 +142,36 @@ def test_jobs_that_hang_are_replaced(hang: threading.Event) -> None:
         loader.submit(end.set)
     assert all(end.wait(60) for end in ends)
     loader.close()
-    assert len(loader._threads) <= 4
+    assert not loader._threads
+
+
+def test_jobs_of_a_tenant_keep_no_other_ones_waiting(hang: threading.Event) -> None:
+    """200 files with a slow pattern, and another tenant's request waited for ten minutes."""
+    loader, done, others = LoaderThreads(2), threading.Event(), []
+    for number in range(200):
+        loader.submit(lambda number=number: others.append(number) or hang.wait(60), "acme")  # type: ignore[misc]
+    loader.submit(done.set, "beta")
+    assert done.wait(60)
+    assert others == [0, 1], "two at a time, in order"
+    hang.set()
+    loader.close()
+    assert not loader._threads
+
+
+def test_threads_stay_for_the_next_job_and_no_more_than_that() -> None:
+    loader, barrier = LoaderThreads(2), threading.Barrier(7)
+    for number in range(6):
+        loader.submit(lambda: cast(None, barrier.wait(60)), f"t{number}")
+    barrier.wait(60)
+    while loader._lanes or loader._num_idle < len(loader._threads):
+        time.sleep(0.001)
+    kept = set(loader._threads)
+    assert len(kept) == 2
+    done = threading.Event()
+    loader.submit(done.set)
+    assert done.wait(60)
+    assert loader._threads == kept
+    loader.close()
 
 
 def test_reads_that_hang_take_no_place_of_others(hang: threading.Event) -> None:
@@ -208,7 +238,7 @@ async def test_a_path_of_many_parts_is_refused_unresolved(tmp_path: Path, monkey
         roots.check("/x" * 65)
 
 
-async def test_opens_take_no_thread_of_pins_and_loads(hang: threading.Event) -> None:
+async def test_opens_and_pins_of_another_tenant_take_no_thread_of_pins_and_loads(hang: threading.Event) -> None:
     """Files with a slow pattern in eight threads, and no adapter was loaded for any request."""
     process = cast(Any, object.__new__(EngineProcess))
     process._loads, process._opens, process._quick_verbs = (LoaderThreads(1) for _ in range(3))
@@ -216,10 +246,12 @@ async def test_opens_take_no_thread_of_pins_and_loads(hang: threading.Event) -> 
     process._wake_write = os.open(os.devnull, os.O_WRONLY)
     store = SimpleNamespace(**dict.fromkeys(STORE_METHODS))
     store.open_adapter = lambda path, name: hang.wait(60)
-    store.promote_adapter = lambda adapter_id: AddOutcome(True)
+    store.promote_adapter = lambda adapter_id: (adapter_id == 6 and hang.wait(60)) or AddOutcome(True)
+    store.tenant_of = {6: "acme", 7: "beta"}.get
     process._engine = SimpleNamespace(adapters=store, abort_adapter=None)
     try:
         process._call_store(msg.CallStore(1, "open_adapter", ("/a", "a")))
+        process._call_store(msg.CallStore(3, "promote_adapter", (6,)))
         process._call_store(msg.CallStore(2, "promote_adapter", (7,)))
         reply = await asyncio.to_thread(process._replies.get, timeout=30)
         assert msg.decode_from_engine(reply).call_id == 2

@@ -101,9 +101,12 @@ class AdapterLoader:
         wish.turn.took_id()
         if wish.check_size is not None:
             wish.check_size(opened.nbytes)
-        evicted = self._store.add_adapter(version.spec).evicted
+        is_needed = wish.open_adapter is not None
+        evicted = () if is_needed else self._store.add_adapter(version.spec).evicted
         drains: tuple[PendingDrain, ...] | None = None
         try:
+            if is_needed:  # its request loads it, whose step begins with the first layers
+                self._store.attach_adapters([version.spec])
             self._pin(version, previous)
             if shared is None:
                 wish.turn.wait_for_name()

@@ -59,7 +59,7 @@ class LoadWish:
 
     content: what is there is known, and is not opened: a clone. received: opens it instead of the path, of which it is
     no file. check_size: is told the bytes of the files before anything is changed, and raises where they are too many.
-    open_adapter: opens the path, instead of what opens others.
+    open_adapter: opens the path, instead of what opens others, for a request, which then loads the weights.
     """
 
     name: str

@@ -46,13 +46,14 @@ class Place:
 class Demand:
     """Who wants weights nearer the compute, and what that pushed out.
 
-    cause: `add`, `promote`, `pin`, `request` or `prefetch`. is_for_request: what was asked for earlier in this
-    scheduling pass is not evicted for it (requests take turns); verbs come from outside the passes and heed only the
-    rules for all.
+    cause: `add`, `promote`, `pin`, `request` or `prefetch`. adapter: whose source is the first to be read.
+    is_for_request: what was asked for earlier in this scheduling pass is not evicted for it (requests take turns);
+    verbs come from outside the passes and heed only the rules for all.
     """
 
     cause: str
     is_for_request: bool = False
+    adapter: StoredAdapter | None = None
     evicted: list[str] = field(default_factory=list)
 
 
@@ -60,9 +61,9 @@ class Demand:
 class LoadJob:
     """One load or copy under way. A request for the same weights waits for it: one job, one outcome for all.
 
-    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it. may_wait: for memory
-    on its way back, in the thread of a verb; a loader's thread must not, or none is left to bring that memory back.
-    arriving: its copies, once they are under way. damaged_copies: tiers whose read failed.
+    sources: the adapters whose sources may be read, the last one first. is_awaited: a request was told to wait for it.
+    may_wait: for memory on its way back, in the thread of a verb; a loader's thread must not, or none is left to bring
+    that memory back. arriving: its copies, once they are under way. damaged_copies: tiers whose read failed.
     error: known before the job is done while requests run on what did not arrive. errors: what it is to each of
     `sources`, by adapter_id, where that differs. failed_s, raised_in_pass: since when requests that waited may have the
     error, and the scheduling pass in which the first one got it.

@@ -288,7 +288,8 @@ class WeightStore:
     def _begin_job_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob:
         weights.failure = None
         weights.is_prefetch_off = False
-        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self.tiers.clock(), may_wait=may_wait)
+        sources = sorted(weights.adapters.values(), key=lambda each: each is demand.adapter)
+        weights.job = LoadJob(weights, demand, tuple(sources), self.tiers.clock(), may_wait=may_wait)
         return weights.job
 
     def _end_job_locked(self, job: LoadJob) -> None:

@@ -109,7 +109,7 @@ class Transfers:
             self._store.check_open_locked()
             waits_for = None
         else:
-            waits_for = self.advance_locked(weights, Demand("request", is_for_request=True))
+            waits_for = self.advance_locked(weights, Demand("request", is_for_request=True, adapter=adapter))
             weights.has_missed = True
             weights.is_cold |= waits_for is WaitsFor.LOAD
         weights.waits_for = waits_for
@@ -120,14 +120,15 @@ class Transfers:
         self._tiers.touch(weights)
         return waits_for
 
-    def prefetch_locked(self, weights: StoredWeights) -> None:
+    def prefetch_locked(self, adapter: StoredAdapter) -> None:
         """`advance_locked` for a request that is not admitted yet. A failed source waits for a request."""
+        weights = adapter.weights
         weights.wanted_in_pass = self._store.pass_id
         weights.is_prediction_off = False
         is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
             with suppress(AdapterError, EngineShutdownError):
-                self.advance_locked(weights, Demand("prefetch", is_for_request=True))
+                self.advance_locked(weights, Demand("prefetch", is_for_request=True, adapter=adapter))
         self._tiers.touch(weights)
 
     def bring_locked(self, adapter: StoredAdapter, demand: Demand) -> bool:
@@ -186,8 +187,11 @@ class Transfers:
         job = self._store.begin_load_locked(weights, demand)
         if job is None:
             return WaitsFor.ROOM
-        self._loader.submit(JobRun(self.run_load, job))
+        self._submit(JobRun(self.run_load, job))
         return WaitsFor.LOAD
+
+    def _submit(self, run: JobRun) -> None:
+        self._loader.submit(run, run.job.sources[-1].spec.tenant)
 
     def run_load(self, job: LoadJob) -> None:
         """Read, pack, take over; in any thread. Errors go into the job; only what ends the process is raised."""
@@ -258,7 +262,7 @@ class Transfers:
                 if job is None:
                     break
                 if self._tiers.copies.is_asynchronous:
-                    self._loader.submit(JobRun(self._land, job))
+                    self._submit(JobRun(self._land, job))
                 else:
                     self._landed_locked(job, is_damaged=False)
                 return True

@@ -1,4 +1,4 @@
-"""Loads beside the step loop: the threads, where packed weights are read from, and what errors mean.
+"""Loads beside the step loop: where packed weights are read from, and what errors mean.
 
 Weights come to host memory from the nearest place that has them: a compressed copy, the disk tier, the source. What was
 read from a source is written to the disk tier at once, while it is in the processor's cache: then leaving the host
@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -45,12 +44,16 @@ from loraplex.memory.residency.records import LoadJob, Place, StoredAdapter, Sto
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.weights.compression import CompressedCopies, CompressedCopy
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
+from loraplex.memory.weights.loader_threads import ReadSlots
 from loraplex.memory.weights.packing import PackedLayout, Packer, UnfitWeightsError
 
 _log = logging.getLogger(__name__)
 
-MAX_STUCK = 32
-"""For so many there are other threads."""
+HEDGE_S = 1.0
+"""After which a source that has not answered has company: the next one's."""
+
+MAX_HEDGED = 4
+"""Sources of a content that are read at a time."""
 
 _SOURCE_GONE = (
     AdapterPathNotFoundError,
@@ -76,119 +79,65 @@ class JobRun:
 
 
 class Loader(Protocol):
-    """Runs jobs in the background, in order. Jobs do not raise. Those of loads and copies are `JobRun`s."""
+    """Runs jobs in the background, those of a tenant in order. Jobs do not raise. Those of loads and copies are
+    `JobRun`s."""
 
-    def submit(self, job: Callable[[], None]) -> None: ...
+    def submit(self, job: Callable[[], None], tenant: str = "") -> None: ...
 
     def close(self) -> None:
         """Finish the jobs that run, forget those that do not."""
         ...
 
 
-class LoaderThreads:
-    """`num_threads` daemon threads over one queue. A thread that hangs on a dead disk does not keep the process alive,
-    and after `stuck_s` another one works in its place, so that it does not keep other adapters from being loaded.
-    """
-
-    def __init__(self, num_threads: int, stuck_s: float = STUCK_S, max_stuck: int = MAX_STUCK) -> None:
-        self._num_threads = num_threads
-        self._max_stuck = max_stuck
-        self._stuck_s = stuck_s
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._began_s: dict[threading.Thread, float] = {}
-        self._is_closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-        for _ in range(num_threads):
-            self._start_thread()
-        threading.Thread(target=self._watch, name="loraplex-loader-watch", daemon=True).start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        self._is_closed.set()
-        with suppress(queue.Empty):
-            while True:  # not while it has jobs: a thread may take the last one after the look, and get() would wait
-                self._jobs.get_nowait()
-        with self._lock:
-            threads = tuple(self._threads)
-        for _ in threads:
-            self._jobs.put(None)
-        for thread in threads:
-            thread.join(timeout_s)
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"loraplex-loader-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _work(self) -> None:
-        me = threading.current_thread()
-        while (job := self._jobs.get()) is not None:
-            with self._lock:
-                self._began_s[me] = time.monotonic()
-            job()
-            with self._lock:
-                del self._began_s[me]
-                if len(self._threads) - self._num_stuck() > self._num_threads:  # it was stuck, and has been replaced
-                    self._threads.remove(me)
-                    return
-
-    def _num_stuck(self) -> int:
-        stuck_since_s = time.monotonic() - self._stuck_s
-        return sum(began_s <= stuck_since_s for began_s in self._began_s.values())
-
-    def _watch(self) -> None:
-        while not self._is_closed.wait(self._stuck_s / 2):
-            with self._lock:
-                num_wanted = self._num_threads + min(self._num_stuck(), self._max_stuck)
-                while len(self._threads) < num_wanted and not self._is_closed.is_set():
-                    self._start_thread()
-
-
-class ReadSlots:
-    """At most `num_slots` readers at a time (`with slots:`), but for those that read for `stuck_s` (a dead disk)."""
-
-    def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
-        self._num_slots = num_slots
-        self._stuck_s = stuck_s
-        self._changed = threading.Condition()
-        self._began_s: dict[int, float] = {}
-
-    def __enter__(self) -> None:
-        with self._changed:
-            while (wait_s := self._wait_s()) > 0:
-                self._changed.wait(wait_s)
-            self._began_s[threading.get_ident()] = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            del self._began_s[threading.get_ident()]
-            self._changed.notify()
-
-    def _wait_s(self) -> float:
-        """Until enough of those that read are stuck; 0 when there is a slot."""
-        youngest = sorted(self._began_s.values())[-self._num_slots :]
-        return youngest[0] + self._stuck_s - time.monotonic() if len(youngest) == self._num_slots else 0.0
-
-
 def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> LoRAModel:
-    """The content of a digest, from the first source that still has it, the newest adapter's first.
+    """The content of a digest, from the first source that still has it: the last adapter's, then the newest one's of
+    each other tenant. One that does not answer within HEDGE_S keeps no other one waiting: it may be a tenant's that
+    hangs or is slow.
 
     Raises SourcesFailedError with what each adapter's own source answered: on a first load the error itself; later
     AdapterUnavailableError when it is gone and AdapterContentChangedError when it answers with anything else than the
     content that was loaded.
     """
-    errors: dict[int, LoraplexError] = {}
-    for adapter in reversed(adapters):
+    answers: queue.SimpleQueue[tuple[StoredAdapter, LoRAModel | Exception]] = queue.SimpleQueue()
+
+    def read(adapter: StoredAdapter) -> None:
         try:
-            return _read_source(adapter)
+            answers.put((adapter, _read_source(adapter)))
         except Exception as error:
-            is_reload = weights.layout is not None or adapter.is_attached
-            errors[adapter.adapter_id] = _explained(error, adapter, is_reload)
-    assert errors, f"digest {weights.digest} has no source"
+            answers.put((adapter, error))
+
+    waiting = deque(_in_turns(adapters))
+    asked, num_running = adapters[-1].adapter_id, 0
+    errors: dict[int, LoraplexError] = {}
+    while waiting or num_running:
+        may_begin = bool(waiting) and num_running < MAX_HEDGED
+        if may_begin:
+            adapter, num_running = waiting.popleft(), num_running + 1
+            if waiting or num_running > 1:
+                threading.Thread(target=read, args=(adapter,), name="loraplex-source", daemon=True).start()
+            else:
+                read(adapter)
+            may_begin = bool(waiting) and num_running < MAX_HEDGED
+        try:
+            adapter, answer = answers.get(timeout=HEDGE_S if may_begin else STUCK_S if asked in errors else None)
+        except queue.Empty:
+            if may_begin:
+                continue
+            break
+        num_running -= 1
+        if isinstance(answer, LoRAModel):
+            return answer
+        is_reload = weights.layout is not None or adapter.is_attached
+        errors[adapter.adapter_id] = _explained(answer, adapter, is_reload)
     raise SourcesFailedError(errors)
+
+
+def _in_turns(adapters: Sequence[StoredAdapter]) -> list[StoredAdapter]:
+    """From the last one: the first of each tenant before all others."""
+    first = {adapter.spec.tenant: adapter for adapter in adapters}.values()
+    ids = {adapter.adapter_id for adapter in first}
+    newest = reversed(adapters)
+    return sorted(newest, key=lambda adapter: adapter.adapter_id not in ids)
 
 
 class SourcesFailedError(Exception):
@@ -295,8 +244,8 @@ class Reader(Protocol):
 
 
 class WeightReader:
-    """Reads from the nearest place that has the weights. At most `max_concurrent` at once; neither waiting for memory
-    nor a read that hangs counts.
+    """Reads from the nearest place that has the weights. At most `max_concurrent` pack or read copies at once; neither
+    reading a source nor waiting for memory counts, nor what hangs.
     """
 
     def __init__(self, packer: Packer, tiers: Tiers, max_concurrent: int) -> None:
@@ -347,8 +296,8 @@ class WeightReader:
         return LoadedWeights(stored.layout, stored.checksums, Tier.DISK.value) if outcome is DiskRead.DONE else None
 
     def _from_source(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
+        model = read_weights(job.weights, job.sources)
         with self._busy:
-            model = read_weights(job.weights, job.sources)
             layout = self._packer.lay_out(model)
         views = self._views(reserve(layout.sizes))
         if views is None:

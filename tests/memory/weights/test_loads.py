@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loraplex.core import WaitsFor
+from loraplex.core import AdapterSpec, WaitsFor
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterContentChangedError,
@@ -28,8 +27,9 @@ from loraplex.errors import (
 )
 from loraplex.memory.residency.records import LoadJob, StoredAdapter
 from loraplex.memory.residency.transfers import FAILURE_TTL_S, MAX_FAILED_COPIES
+from loraplex.memory.weights import loading
 from loraplex.memory.weights.copies import SynchronousCopies
-from loraplex.memory.weights.loading import LoaderThreads
+from loraplex.memory.weights.loader_threads import LoaderThreads
 from tests.memory.gains import make_dora
 from tests.memory.rig import Rig, make_model
 
@@ -624,8 +624,9 @@ def test_verbs_and_requests_from_many_threads_at_once(is_separate: bool) -> None
 def test_closing_ends_the_loaders_threads(threaded: Rig) -> None:
     """Its own: those of managers that other tests made in this process are none of its business."""
     assert isinstance(threaded.manager._loader, LoaderThreads)
-    threads = threaded.manager._loader._threads
     threaded.add(1)
+    threaded.manager.promote_adapter(1)
+    threads = set(threaded.manager._loader._threads)
     threaded.manager.close()
     for thread in threads:  # `close` gives up on one after some seconds, which a loaded machine may take
         thread.join(60)
@@ -634,17 +635,70 @@ def test_closing_ends_the_loaders_threads(threaded: Rig) -> None:
         threaded.add(2)
 
 
-class OvertakenQueue(queue.SimpleQueue[object]):
-    """A queue whose last job another thread takes right after one has looked whether there is one."""
+def of_tenants(rig: Rig) -> list[AdapterSpec]:
+    """Three adapters of one content, attached: beta's is the oldest, acme's two are newer and their sources hang."""
+    names = {1: "beta/a", 2: "acme/a", 3: "acme/b"}
+    specs = [replace(rig.spec(adapter_id, "same"), adapter_name=name) for adapter_id, name in names.items()]
+    rig.manager.attach_adapters(specs)
+    for spec in specs[1:]:
+        rig.source.gates[spec.path] = threading.Event()
+    return specs
 
-    def empty(self) -> bool:
-        return False
+
+def let_go(rig: Rig) -> None:
+    for gate in rig.source.gates.values():
+        gate.set()
 
 
-def test_closing_does_not_wait_for_a_job_that_a_thread_has_taken_meanwhile() -> None:
-    loader = LoaderThreads(0)
-    loader._jobs = OvertakenQueue()  # type: ignore[assignment]
-    closing = threading.Thread(target=loader.close, daemon=True)
-    closing.start()
-    closing.join(10)
-    assert not closing.is_alive()
+def test_an_adapters_own_source_is_read_first(threaded: Rig) -> None:
+    """Another tenant's copies of the content hung, and each of this one's loads with them."""
+    of_tenants(threaded)
+    threaded.manager.promote_adapter(1)
+    assert threaded.source.opens == {"/p1": 1}
+    let_go(threaded)
+
+
+def test_who_joins_a_load_from_a_source_that_hangs_gets_it_from_another(
+    threaded: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "HEDGE_S", 0.01)
+    of_tenants(threaded)
+    with ThreadPoolExecutor(2) as pool:
+        hung = pool.submit(threaded.manager.promote_adapter, 3)
+        assert threaded.source.entered.acquire(timeout=30)
+        threaded.manager.promote_adapter(1)
+        assert hung.result(30).is_new
+    assert threaded.source.opens == {"/p3": 1, "/p1": 1}, "one of each tenant before a second one of any"
+    let_go(threaded)
+
+
+def test_few_sources_are_read_at_a_time(threaded: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "HEDGE_S", 0.001)
+    specs = [threaded.spec(adapter_id, "same") for adapter_id in range(1, 10)]
+    threaded.manager.attach_adapters(specs)
+    for spec in specs:
+        threaded.source.gates[spec.path] = threading.Event()
+    threaded.source.errors["/p9"] = AdapterPathNotFoundError("gone")
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(threaded.manager.promote_adapter, 9)
+        for _ in range(loading.MAX_HEDGED):
+            assert threaded.source.entered.acquire(timeout=30)
+        assert not threaded.source.entered.acquire(timeout=0.05)
+        threaded.source.gates["/p9"].set()
+        assert threaded.source.entered.acquire(timeout=30), "the next one, for the one that failed"
+        threaded.source.gates["/p1"].set()
+        threaded.source.gates["/p8"].set()
+        assert outcome.result(30).is_new
+    let_go(threaded)
+
+
+def test_an_adapter_whose_source_is_gone_does_not_wait_for_others_that_hang(
+    threaded: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "HEDGE_S", 0.01)
+    monkeypatch.setattr(loading, "STUCK_S", 0.02)
+    of_tenants(threaded)
+    threaded.source.errors["/p1"] = AdapterPathNotFoundError("gone")
+    with pytest.raises(AdapterUnavailableError, match="beta/a"):
+        threaded.manager.promote_adapter(1)
+    let_go(threaded)

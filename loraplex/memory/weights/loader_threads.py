@@ -1,0 +1,144 @@
+"""Threads for loads beside the step loop, and places for readers.
+
+Jobs of one tenant run in order, `num_threads` at a time. Those of others do not wait for them: a tenant's directory may
+hang, and its files may take seconds to judge.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loraplex.adapters.sources.turns import STUCK_S
+
+MAX_STUCK = 32
+"""For so many of a tenant there are other threads."""
+
+MAX_THREADS = 256
+
+Job = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Of a tenant. began_s: of each job that has a thread."""
+
+    jobs: deque[Job] = field(default_factory=deque)
+    began_s: dict[object, float] = field(default_factory=dict)
+
+
+class LoaderThreads:
+    """Daemon threads, as many as there are jobs that may run; `num_threads` of them stay. A thread that hangs on a dead
+    disk does not keep the process alive, and after `stuck_s` its job does not count any more.
+    """
+
+    def __init__(self, num_threads: int, stuck_s: float = STUCK_S, max_stuck: int = MAX_STUCK) -> None:
+        self._num_threads = num_threads
+        self._max_stuck = max_stuck
+        self._stuck_s = stuck_s
+        self._lanes: dict[str, _Lane] = {}
+        self._ready: deque[tuple[str, object, Job]] = deque()
+        self._changed = threading.Condition()
+        self._threads: set[threading.Thread] = set()
+        self._num_idle = 0
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, name="loraplex-loader-watch", daemon=True).start()
+
+    def submit(self, job: Job, tenant: str = "") -> None:
+        with self._changed:
+            if not self._is_closed.is_set():
+                self._lanes.setdefault(tenant, _Lane()).jobs.append(job)
+                self._start_locked(tenant)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Jobs that have not begun are forgotten."""
+        with self._changed:
+            self._is_closed.set()
+            self._ready.clear()
+            for lane in self._lanes.values():
+                lane.jobs.clear()
+            threads = tuple(self._threads)
+            self._changed.notify_all()
+        for thread in threads:
+            thread.join(timeout_s)
+
+    def _start_locked(self, tenant: str) -> None:
+        """Give threads to those jobs of a tenant that may run now."""
+        lane = self._lanes[tenant]
+        stuck_since_s = time.monotonic() - self._stuck_s
+        num_stuck = sum(began_s <= stuck_since_s for began_s in lane.began_s.values())
+        most = self._num_threads + min(num_stuck, self._max_stuck)
+        while lane.jobs and len(lane.began_s) < most:
+            if self._num_idle <= len(self._ready):
+                if len(self._threads) == MAX_THREADS:
+                    return
+                thread = threading.Thread(target=self._work, name="loraplex-loader", daemon=True)
+                self._threads.add(thread)
+                self._num_idle += 1  # until it takes a job
+                thread.start()
+            turn = object()
+            lane.began_s[turn] = time.monotonic()
+            self._ready.append((tenant, turn, lane.jobs.popleft()))
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._is_closed.is_set())
+                self._num_idle -= 1
+                if not self._ready:
+                    break
+                tenant, turn, job = self._ready.popleft()
+            try:
+                job()
+            finally:
+                with self._changed:
+                    del self._lanes[tenant].began_s[turn]
+                    self._start_all_locked()
+                    is_spare = self._num_idle >= self._num_threads
+                    self._num_idle += not is_spare
+            if is_spare:
+                break
+        with self._changed:
+            self._threads.discard(threading.current_thread())
+
+    def _start_all_locked(self) -> None:
+        for tenant, lane in list(self._lanes.items()):
+            if lane.jobs:
+                self._start_locked(tenant)
+            elif not lane.began_s:
+                del self._lanes[tenant]
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(self._stuck_s / 2):
+            with self._changed:
+                self._start_all_locked()
+
+
+class ReadSlots:
+    """At most `num_slots` readers at a time (`with slots:`), but for those that read for `stuck_s` (a dead disk)."""
+
+    def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
+        self._num_slots = num_slots
+        self._stuck_s = stuck_s
+        self._changed = threading.Condition()
+        self._began_s: dict[int, float] = {}
+
+    def __enter__(self) -> None:
+        with self._changed:
+            while (wait_s := self._wait_s()) > 0:
+                self._changed.wait(wait_s)
+            self._began_s[threading.get_ident()] = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            del self._began_s[threading.get_ident()]
+            self._changed.notify()
+
+    def _wait_s(self) -> float:
+        """Until enough of those that read are stuck; 0 when there is a slot."""
+        youngest = sorted(self._began_s.values())[-self._num_slots :]
+        return youngest[0] + self._stuck_s - time.monotonic() if len(youngest) == self._num_slots else 0.0
