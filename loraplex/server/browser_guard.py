@@ -35,6 +35,9 @@ MAX_SHOWN_CHARS = 40
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d{0,5})?", re.ASCII)
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
+_NOT_OF_A_PAGE = ("authorization", KEY_HEADER, "x-requested-with")
+"""A page of another site can send a form of files, but none of these headers with it."""
+
 
 class AllowedHosts:
     """Names of a server, whatever the port. `names` may have `*.example.com`, or `*` for any."""
@@ -94,8 +97,10 @@ class BrowserGuard:
                 raise _wrong_host(host)
         if not self._is_own_page(headers, hosts[0] if hosts else "") and not _is_link(method, headers):
             raise _foreign_page(headers)
-        is_file = _is_raw(method, path, headers) or _is_upload(method, path, headers)
-        if method not in SAFE_METHODS and _has_body(headers) and not is_file:
+        is_form = (method, path) == ("POST", "/v1/adapters") and media_type_of(headers) == "multipart/form-data"
+        if is_form and not any(name in headers for name in _NOT_OF_A_PAGE):
+            raise _maybe_a_page()
+        if method not in SAFE_METHODS and _has_body(headers) and not is_form and not _is_raw(method, path, headers):
             check_media_type(headers)
 
     def _is_own_page(self, headers: Headers, host: str) -> bool:
@@ -121,10 +126,13 @@ def _is_raw(method: str, path: str, headers: Headers) -> bool:
     return method == "PUT" and path.endswith("/tensors") and media_type_of(headers) in ("", RAW_TYPE)
 
 
-def _is_upload(method: str, path: str, headers: Headers) -> bool:
-    """A form of files. A page of another site can send one, but none of these headers with it."""
-    is_form = (method, path) == ("POST", "/v1/adapters") and media_type_of(headers) == "multipart/form-data"
-    return is_form and any(name in headers for name in ("authorization", KEY_HEADER, "x-requested-with"))
+def _maybe_a_page() -> ApiError:
+    return ApiError(
+        "files are taken with a key, or with the header X-Requested-With (any value), which no page of another site "
+        "can send with a form: curl -H 'X-Requested-With: curl' -F ...",
+        status=415,
+        code="unsupported_media_type",
+    )
 
 
 def _has_body(headers: Headers) -> bool:

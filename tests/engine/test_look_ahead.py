@@ -153,7 +153,10 @@ def test_any_mix_has_the_outputs_of_a_step_at_a_time(both: tuple[Driver, Driver]
 
 
 def test_the_mix_was_hard(both: tuple[Driver, Driver]) -> None:
-    """After the property test: requests gave way, shared prefixes, and adapters left, with look-ahead."""
+    """The property test's example: requests gave way, shared prefixes, and adapters left, with look-ahead."""
+    again = [Ask(arrival, NAMES[0], HARD[0].prompt, 1, {}, None) for arrival in (0, 20)]
+    run(both[1], HARD)
+    run(both[1], again)
     stats = both[1].stats
     assert stats.num_prefix_hit_tokens > 0
     assert sum(stats.memory.evictions.values()) > 0

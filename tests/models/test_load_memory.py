@@ -30,8 +30,6 @@ from loraplex.kernels.ops import get_backend
 from loraplex.models.config import ModelConfig
 from loraplex.models.loader import load_model
 
-pytestmark = pytest.mark.slow
-
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key + ":")) * 1024
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from loraplex.errors import EngineDeadError, EngineOverloadedError
-from tests.router.parts import RawReplica, completion, replicas, router
+from tests.router.parts import FakeReplica, RawReplica, Router, completion, replicas, router
 from tests.server.sse import events
 
 KEY = "k" * 32
@@ -425,13 +425,19 @@ async def test_routes_of_other_forms_go_to_the_replica_that_has_the_adapter() ->
         assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
 
 
+async def stream_of_a_lost_replica(front: Router, replica: FakeReplica, path: str, body: dict[str, Any]) -> str:
+    """All that a client gets whose stream began."""
+    replica.engine.hold(after_tokens=1)
+    async with front.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        texts = answer.aiter_text()
+        seen = [await anext(texts)]
+        await replica.kill()
+        return "".join(seen + [text async for text in texts])
+
+
 async def test_a_stream_whose_replica_is_lost_ends_in_its_own_form() -> None:
     async with replicas(1) as (a,), router([a.name]) as front:
-        a.engine.hold(after_tokens=1)
-        call = asyncio.ensure_future(front.client.post("/v1/messages", json={**MESSAGES, "stream": True}))
-        await front.until(lambda: a.engine.num_running == 1)
-        await a.kill()
-        *_, last, rest = (await call).text.split("\n\n")
+        *_, last, rest = (await stream_of_a_lost_replica(front, a, "/v1/messages", MESSAGES)).split("\n\n")
         name, data = last.split("\n")
         assert (name, rest) == ("event: error", "")
         error = json.loads(data.removeprefix("data: "))
@@ -444,12 +450,8 @@ async def test_a_stream_whose_replica_is_lost_ends_in_its_own_form() -> None:
 async def test_a_stream_of_loraxs_whose_replica_is_lost_ends_in_its_form(path: str) -> None:
     """Its client takes `error` for a text."""
     async with replicas(1) as (a,), router([a.name]) as front:
-        a.engine.hold(after_tokens=1)
-        body = {"inputs": "hi", "parameters": {"adapter_id": "sql"}, "stream": True}
-        call = asyncio.ensure_future(front.client.post(path, json=body))
-        await front.until(lambda: a.engine.num_running == 1)
-        await a.kill()
-        *_, last, rest = (await call).text.split("\n\n")
+        body = {"inputs": "hi", "parameters": {"adapter_id": "sql"}}
+        *_, last, rest = (await stream_of_a_lost_replica(front, a, path, body)).split("\n\n")
         error = json.loads(last.removeprefix("data:"))
         assert (error["error_type"], error["code"], rest) == ("generation", "replica_lost", "")
         assert "replica" in error["error"]

@@ -3,7 +3,7 @@
 Never leaves: what runs, is pinned, is being loaded or copied; and for a request, what was asked for earlier in the same
 scheduling pass (so requests that want more than fits are served in turn instead of evicting each other again and
 again). The host tier gives up what is only there first, then what is on the device too. The order is a policy's
-(policies.py).
+(policies.py), but for what is kept for other tenants (shares.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterMixError, AdapterNoRoomError, AdapterTooLargeError
 from loraplex.memory.eviction.budget import Budget, together_nbytes
+from loraplex.memory.eviction.shares import asking_tenants, is_in_share, kept_for_others
 from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Extent
@@ -29,7 +30,12 @@ class Room:
     pass_id: of the scheduling pass; the store counts it.
     """
 
-    def __init__(self, tiers: Tiers, retired: RetiredMemory, weights: Mapping[str, StoredWeights]) -> None:
+    def __init__(
+        self, tiers: Tiers, retired: RetiredMemory, weights: Mapping[str, StoredWeights], tenants: Mapping[str, int]
+    ) -> None:
+        """tenants: of all adapters that the store knows, with how many each has."""
+        self._clock = tiers.clock
+        self._tenants = tenants
         self._host = tiers.host
         self._device = tiers.device
         self._retired = retired
@@ -75,10 +81,21 @@ class Room:
         """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
         if not cache.policy.evicts:
             return
+        order = None
+        if wanted is not None and len(self._tenants) > 1:
+            order = self._order_for(cache, wanted, demand)
         for is_on_device in (True,) if cache is self._device else (False, True):
-            for each in self._held(cache):
+            for each in self._held(cache) if order is None else order:
                 if each.is_on_device == is_on_device and each is not wanted and self._may_leave(each, cache, demand):
                     yield each
+
+    def _order_for(self, cache: Budget, wanted: StoredWeights, demand: Demand) -> list[StoredWeights]:
+        """What is in `cache`, first to go first; without what is kept for others while the asking tenant's own run."""
+        held, asking = list(self._held(cache)), asking_tenants(wanted, demand)
+        kept = kept_for_others(cache, held, wanted, asking, self._clock())
+        is_own_running = any(each.num_running and not asking.isdisjoint(each.tenants) for each in held)
+        last = [] if is_own_running else [each for each in held if each.digest in kept]
+        return [each for each in held if each.digest not in kept] + last
 
     def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
         """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
@@ -203,8 +220,10 @@ class Room:
                     f"{cache.setting} or mix fewer"
                 )
 
-    def check_pinnable(self, weights: StoredWeights, name: str) -> None:
-        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
+    def check_pinnable(self, adapter: StoredAdapter) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device, and those of a
+        tenant its share of it."""
+        weights, name, tenant = adapter.weights, adapter.name, adapter.spec.tenant
         if weights.layout is None or weights.num_pinned:
             return
         pinned = self._pinned(weights)
@@ -215,6 +234,12 @@ class Room:
                 f"adapter {name!r} cannot be pinned: it needs {nbytes} bytes, and {pinned_bytes} of the "
                 f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the "
                 "device are pinned already; unpin another adapter or raise adapter_memory_bytes"
+            )
+        own = [each for each in pinned if tenant in each.tenants]
+        if tenant and len(self._tenants) > 1 and not is_in_share(self._device, [*own, weights], len(self._tenants)):
+            raise AdapterNoRoomError(
+                f"adapter {name!r} cannot be pinned: with {len(own)} others it would take more than a tenant's share "
+                f"of the device, which {len(self._tenants)} tenants have; unpin another adapter"
             )
 
     def check_size(self, name: str, nbytes: int) -> None:

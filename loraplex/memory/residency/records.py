@@ -216,5 +216,9 @@ class StoredWeights:
         return self.num_running == 0 and self.num_pinned == 0 and self.is_at_rest
 
     @property
+    def tenants(self) -> set[str]:
+        return {adapter.spec.tenant for adapter in self.adapters.values()}
+
+    @property
     def names(self) -> list[str]:
         return [adapter.name for adapter in self.adapters.values() if not adapter.is_removed]

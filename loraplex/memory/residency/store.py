@@ -17,6 +17,7 @@ it; `_locked` in a name means that it is held.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -49,7 +50,8 @@ class WeightStore:
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
         self.draining: dict[int, StoredAdapter] = {}  # removed ones on which requests still run
         self.weights: dict[str, StoredWeights] = {}
-        self.room = Room(tiers, self.retired, self.weights)
+        self.tenants: dict[str, int] = {}  # how many adapters each has
+        self.room = Room(tiers, self.retired, self.weights, self.tenants)
         self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
         self._dropped: list[str] = []  # contents that are gone: the KV cache is to be told
         self._suspect: list[str] = []  # contents that may have computed wrong KV
@@ -147,6 +149,7 @@ class WeightStore:
         weights = self.weights.setdefault(spec.adapter_digest, StoredWeights(spec.adapter_digest))
         adapter = StoredAdapter(spec, open_weights, weights)
         weights.adapters[spec.adapter_id] = self.adapters[spec.adapter_id] = adapter
+        self.tenants[spec.tenant] = self.tenants.get(spec.tenant, 0) + 1
         return adapter
 
     def remove_locked(self, adapter: StoredAdapter) -> None:
@@ -160,9 +163,16 @@ class WeightStore:
             self._detach_locked(adapter)
 
     def _detach_locked(self, adapter: StoredAdapter) -> None:
-        del adapter.weights.adapters[adapter.adapter_id]
+        self._forget_locked(adapter)
         if not adapter.weights.adapters:
             self.drop_locked(adapter.weights)
+
+    def _forget_locked(self, adapter: StoredAdapter) -> None:
+        tenant = adapter.spec.tenant
+        del adapter.weights.adapters[adapter.adapter_id]
+        self.tenants[tenant] -= 1
+        if not self.tenants[tenant]:
+            del self.tenants[tenant]
 
     def acquire_locked(self, adapter: StoredAdapter) -> int | None:
         """One more running request; its weights are on the device, in this lora_slot."""
@@ -324,7 +334,8 @@ class WeightStore:
         for adapter in job.sources:
             if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
                 adapter.is_removed, adapter.load_error = True, job.error_of(adapter)
-                del job.weights.adapters[adapter.adapter_id], self.adapters[adapter.adapter_id]
+                del self.adapters[adapter.adapter_id]
+                self._forget_locked(adapter)
 
     # --------------------------------------------------------------------------------------------- transitions: farther
 
@@ -479,8 +490,8 @@ class WeightStore:
             self.leave_locked(victim, Tier.HOST)
 
     def check_pinnable_locked(self, adapter: StoredAdapter) -> None:
-        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
-        self.room.check_pinnable(adapter.weights, adapter.name)
+        """Raises what `Room.check_pinnable` raises."""
+        self.room.check_pinnable(adapter)
 
     def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None:
         """Until something changes, for a verb; raises AdapterNoRoomError when nothing will."""
@@ -553,6 +564,7 @@ class WeightStore:
         with self._lock:
             adapters = [*self.adapters.values(), *self.draining.values()]
             check_integrity(self.tiers, self.retired, self.weights, adapters, self.arriving)
+            assert self.tenants == Counter(adapter.spec.tenant for adapter in adapters)
 
 
 def _running_of(victims: Iterable[StoredWeights]) -> list[int]:

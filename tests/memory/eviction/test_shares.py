@@ -1,0 +1,123 @@
+"""Tenants in one memory: which adapters one pushes out of it for its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.core import AdapterSpec, Tier, WaitsFor
+from loraplex.errors import AdapterNoRoomError
+from loraplex.memory.eviction.shares import RECENT_S
+from tests.memory.rig import Rig
+
+
+@pytest.fixture(params=[False, True], ids=["one memory", "two memories"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(num_device=4, num_host=4, is_separate=request.param)
+
+
+def spec(rig: Rig, adapter_id: int, tenant: str, digest: str = "") -> AdapterSpec:
+    return replace(rig.spec(adapter_id, digest), adapter_name=f"{tenant}/a{adapter_id}" if tenant else f"a{adapter_id}")
+
+
+def use(rig: Rig, adapter_id: int) -> None:
+    rig.acquire(adapter_id)
+    rig.manager.release(adapter_id)
+
+
+@pytest.mark.parametrize("tenant", ["acme", ""], ids=["a tenant's", "the operator's"])
+def test_what_is_within_a_share_stays_while_another_tenant_goes_round(rig: Rig, tenant: str) -> None:
+    """Forty adapters of one tenant, and another one's only adapter left memory with each of its turns."""
+    rig.manager.attach_adapters([spec(rig, 1, tenant), *(spec(rig, number, "beta") for number in range(2, 12))])
+    use(rig, 1)
+    for number in (*range(2, 12), *range(2, 12)):
+        rig.clock.now_s += 1
+        use(rig, number)
+        assert rig.tier_of(1) == "device"
+    rig.manager.check_integrity()
+
+
+def test_what_is_not_used_leaves(rig: Rig) -> None:
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "beta") for number in range(2, 7))])
+    use(rig, 1)
+    rig.clock.now_s += RECENT_S + 1
+    for number in range(2, 7):
+        use(rig, number)
+    assert rig.tier_of(1) != "device"
+
+
+def test_what_is_beyond_a_share_leaves(rig: Rig) -> None:
+    rig.manager.attach_adapters([*(spec(rig, number, "acme") for number in range(1, 5)), spec(rig, 5, "beta")])
+    for number in range(1, 5):
+        use(rig, number)
+    use(rig, 5)
+    assert [rig.tier_of(number) == "device" for number in range(1, 6)] == [False, True, True, True, True]
+
+
+def test_a_tenant_that_runs_beyond_its_share_waits_for_its_own(rig: Rig) -> None:
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "beta") for number in range(2, 6))])
+    use(rig, 1)
+    for number in (2, 3, 4):
+        rig.acquire(number)
+    for _ in range(3):
+        rig.manager.poll()
+        waits_for = rig.manager.try_acquire(5).waits_for
+        assert rig.loader is not None
+        rig.loader.run_all()
+    assert waits_for is WaitsFor.ROOM
+    rig.manager.release(2)
+    rig.acquire(5)
+    assert (rig.tier_of(1), rig.tier_of(2) == "device") == ("device", False)
+    rig.manager.check_integrity()
+
+
+def test_where_nothing_of_its_own_runs_a_request_does_not_wait(rig: Rig) -> None:
+    """Pins of its own fill its share: nothing of them ends by itself."""
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "") for number in range(2, 6))])
+    use(rig, 1)
+    for number in (2, 3, 4):
+        rig.pin(number)
+    use(rig, 5)
+    assert rig.tier_of(1) != "device"
+
+
+def test_pins_of_a_tenant_take_its_share_at_most(rig: Rig) -> None:
+    """One tenant pinned all memory, and each request of another one for an adapter was refused."""
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "beta") for number in range(2, 5))])
+    rig.pin(2)
+    rig.pin(3)
+    with pytest.raises(AdapterNoRoomError, match=r"'beta/a4' cannot be pinned: with 2 others .* which 2 tenants have"):
+        rig.pin(4)
+    rig.pin(1)
+    rig.manager.unpin_adapter(3)
+    rig.pin(4)
+    rig.manager.check_integrity()
+
+
+def test_a_content_of_two_tenants_is_kept_for_either(rig: Rig) -> None:
+    rig.manager.attach_adapters([spec(rig, 1, "acme", "same"), spec(rig, 2, "beta", "same")])
+    rig.manager.attach_adapters([spec(rig, number, "beta") for number in range(3, 8)])
+    use(rig, 1)
+    for number in range(3, 8):
+        rig.clock.now_s += 1
+        use(rig, number)
+    assert rig.tier_of(1) == "device"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=40))
+def test_whoever_asks_is_served(asks: list[tuple[int, int]]) -> None:
+    """In any order of three tenants' requests with pauses: each gets its adapter at once, since nothing runs."""
+    rig = Rig(num_device=3, num_host=3)
+    rig.manager.attach_adapters([spec(rig, number, ("", "acme", "beta")[number % 3]) for number in range(1, 10)])
+    for number, pause_s in asks:
+        rig.clock.now_s += pause_s
+        use(rig, number)
+        assert rig.tier_of(number) == Tier.DEVICE.value
+        rig.manager.check_integrity()
+    for number in range(1, 10):
+        rig.manager.remove_adapter(number)
+    rig.manager.check_integrity()
