@@ -18,6 +18,8 @@ namespace {
 
 constexpr long kAheadBytes = 8192;          // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
 constexpr long kMostRowsAside = 32;         // with more, a product takes long enough for memory; so few are one slab
+// Rows of a tile of more: T / ceil(T / kMaxRows) is more than kMaxRows T / (T + kMaxRows). Fewer need no such tile.
+constexpr long kLeastSparseRows = kMaxRows * (kMostRowsAside + 1) / (kMostRowsAside + 1 + kMaxRows);
 constexpr int64_t kAsideShare = 2;          // adapters of half the weight's bytes are worth it (fewer: no gain)
 constexpr int64_t kWorthThreads = 1 << 18;  // weights times (rows + 4): about 5 us
 constexpr long kRowsBytes = 512 << 10;      // of x that are gone over together, so that they stay in the L2 cache
@@ -110,16 +112,18 @@ void panel_group(const Rows<Math>& x, long row, long T, const Panels<Math>& w, l
                          from, w.size(), w.groups.from(0, group), s1 - s0, w.steps_per_group, to, y_stride, columns,
                          chunk > 0, ahead, lora);
               };
-              if (is_sparse) run(group_tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, nullptr);
-              else if (!is_aside) run(group_tile<Math, rows(), panels(), Prefetch::kEachStep>, nullptr);
+              if constexpr (rows() >= kLeastSparseRows)
+                if (is_sparse) return run(group_tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, nullptr);
+              if (!is_aside) run(group_tile<Math, rows(), panels(), Prefetch::kEachStep>, nullptr);
               else run(group_tile<Math, rows(), panels(), Prefetch::kAside>, aside.take(kAsideBytes * (s1 - s0)));
             } else {
               auto run = [&](auto run_tile, const auto* rows_at, const char* lora) {
                 run_tile(rows_at, x.stride, from, w.size(), s1 - s0, to, y_stride, columns, chunk > 0, ahead, lora);
               };
               const auto* x_at = x.x + (row + t0) * x.stride + s0 * Math::kPerStep;
-              if (is_sparse) run(tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, x_at, nullptr);
-              else if (!is_aside) run(tile<Math, rows(), panels(), Prefetch::kEachStep>, x_at, nullptr);
+              if constexpr (rows() >= kLeastSparseRows)
+                if (is_sparse) return run(tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, x_at, nullptr);
+              if (!is_aside) run(tile<Math, rows(), panels(), Prefetch::kEachStep>, x_at, nullptr);
               else run(tile<Math, rows(), panels(), Prefetch::kAside>, x.in_chunk(row + t0, chunk),
                        aside.take(kAsideBytes * (s1 - s0)));
             }

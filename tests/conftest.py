@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import loraplex
 from tests import postgres
@@ -29,6 +30,9 @@ from tests.fixtures import ModelZoo
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # no test times anything, on a busy machine neither
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
