@@ -17,6 +17,7 @@ PACKAGE = ROOT / "loraplex"
 
 ORDER = (
     "errors",
+    "bounds",
     "logs",
     "interrupt",
     "processes",
@@ -64,6 +65,7 @@ FORBIDDEN = (("adapters", "kernels"), ("kernels", "adapters"), ("layers", "memor
 TORCH_FREE_FOLDERS = (
     "adapters/journal",
     "adapters/registry",
+    "bounds",
     "frontend",
     "kvcache",
     "performance",

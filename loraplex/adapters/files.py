@@ -10,9 +10,8 @@ From here to a tensor a file passes, in this order: its path (source.py), the op
 plain file), configuration (here, then fields.py, format.py), index and headers (here), names and shapes against the
 base (validation.py), bytes (tensors.py: unchanged, not sparse, digest, finite).
 
-`max_tensors` bounds tensors and headers of the whole adapter, all shards together. JSON is counted before it is parsed:
-a value of a document is behind `,`, `:` or `[`, so the number of these bytes bounds the number of objects that a parser
-makes of it.
+`max_tensors` bounds tensors and headers of the whole adapter, all shards together. JSON is counted before it is parsed
+(bounds/json_size.py).
 
 Sizes come from the file system, never from the file's own claims. Files are read, not mapped: a mapped file that its
 owner truncates kills the process (SIGBUS), and the bytes that were hashed must be the bytes that are served.
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.regular_file import RegularFile, Roots, Stamp
+from loraplex.bounds.json_size import MAX_LONG_NUMBERS, Excess, excess_of
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFileFormatError,
@@ -72,6 +72,9 @@ HEADER_BYTES_A_TENSOR = 256
 VALUES_A_TENSOR = 20
 SPARE_VALUES = 2**12
 """A tensor's name, dtype, shape and offsets are 11 bytes of `,:[`, with eight axes 17; the rest is `__metadata__`."""
+METADATA_KEY = b'"__metadata__"'
+MAX_METADATA_BYTES, MAX_METADATA_VALUES = 2 * MAX_CONFIG_BYTES, 2**18
+"""Of what `metadata_of` looks at: a configuration as a string, and the tensors behind it, which it does not parse."""
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 DTYPE_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1}
@@ -219,9 +222,11 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _check_num_values(data: bytes, limit: int, where: str) -> None:
-    """Raise AdapterFileFormatError for JSON that may have more values than `limit`; counts bytes, parses nothing."""
-    if data.count(b",") + data.count(b":") + data.count(b"[") > limit:
-        raise AdapterFileFormatError(f"{where} has more than {limit} values; none of a real adapter has")
+    """Before JSON is parsed: raise AdapterFileFormatError for more values than `limit`, or too many long numbers."""
+    excess = excess_of(data, limit)
+    if excess is not None:
+        most = limit if excess is Excess.VALUES else MAX_LONG_NUMBERS
+        raise AdapterFileFormatError(f"{where} has more than {most} {excess.value}; none of a real adapter has")
 
 
 def damaged(where: str, what: str) -> AdapterFileFormatError:
@@ -268,10 +273,23 @@ def read_shards(folder: AdapterFolder, name: str, max_tensors: int) -> tuple[Sha
     return tuple(shards)
 
 
-def metadata_of(folder: AdapterFolder, max_tensors: int = MAX_TENSORS) -> dict[str, Any]:
-    """What the safetensors file of a folder says beside its tensors. Raises what `read_shards` raises."""
-    shard = read_shards(folder, SAFETENSORS_NAME, max_tensors)[0]
-    found = _parse_json(shard.header, folder.where(shard.name)).get("__metadata__")
+def metadata_of(folder: AdapterFolder) -> dict[str, Any]:
+    """What the safetensors file of a folder says beside its tensors, which are not parsed: a server may ask.
+
+    Raises what `read_shards` raises, AdapterFileFormatError. What is said twice, or is none of the file's own metadata,
+    is refused when the file is opened.
+    """
+    shard = read_shards(folder, SAFETENSORS_NAME, MAX_TENSORS)[0]
+    where = folder.where(f"{METADATA_KEY.decode()} of {shard.name}")
+    begin = shard.header.find(METADATA_KEY)
+    if begin < 0:
+        return {}
+    piece = shard.header[begin + len(METADATA_KEY) :][:MAX_METADATA_BYTES].lstrip(b" \t\r\n:")
+    _check_num_values(piece, MAX_METADATA_VALUES, where)
+    try:
+        found, _ = json.JSONDecoder().raw_decode(piece.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise damaged(where, f"it is no JSON of at most {MAX_METADATA_BYTES} bytes: {error}") from error
     return found if isinstance(found, dict) else {}
 
 

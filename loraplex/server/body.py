@@ -1,15 +1,14 @@
 """Reading a request's body: bounded in bytes, values and depth, strict JSON, every field checked by name.
 
-What a body may cost is known before it is read as JSON: values are counted in its bytes, without making any. A long
-body is counted, decoded and checked in a thread (`off_loop.py`), and the event loop goes on between two calls. Counting
-is cut into slices; the longest single call is the decoder's: 8 ms for 16 MiB of plain text, 52 ms for 16 MiB of escapes
-(measured). Numbers that take the decoder long are counted too: 260,000 of them would keep the interpreter for 3 s.
+What a body may cost is known before it is read as JSON (`bounds/json_size.py`). A long body is counted, decoded and
+checked in a thread (`off_loop.py`), and the event loop goes on between two calls. The longest single call is the
+decoder's: 8 ms for 16 MiB of plain text, 52 ms for 16 MiB of escapes (measured).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
+from loraplex.bounds.json_size import MAX_LONG_NUMBERS, Excess, excess_of
 from loraplex.server.api_error import ApiError, clipped, validation_error
 from loraplex.server.off_loop import OffLoop, client_of
 from loraplex.server.pacing import Turns
@@ -28,15 +28,6 @@ SHORT_BODY_BYTES = 16 * 2**10
 
 _HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
 """The first half of a surrogate pair in a body's last text: the decoder misses the other half, as in a cut body."""
-MAX_LONG_NUMBERS = 1024
-LONG_NUMBER_CHARS = 20
-"""Those up to this and without an exponent are read in nanoseconds; others take 11 us each (measured), and long
-integers the square of their digits."""
-_KINDS = bytes(ord("0" if chr(i) in "0123456789." else "e" if chr(i) in "eE" else " ") for i in range(256))
-"""What a byte outside a string is part of: a number, its exponent, something else."""
-_NO_VALUE_BEGINS = bytes(set(range(256)) - set(b",:[{"))
-SLICE_BYTES = 2**20
-"""A call on so many bytes keeps the interpreter for at most 3 ms (escapes, measured)."""
 _FORMS = {
     "application/x-www-form-urlencoded": "curl and others send forms unless told otherwise: "
     "curl -H 'Content-Type: application/json' -d '{...}'",
@@ -96,51 +87,14 @@ def check_model(fields: dict[str, Any], model: type[Model]) -> Model:
 
 
 def check_num_values(body: bytes, max_values: int) -> None:
-    """Refuse a body of more JSON values (names of fields included) than `max_values`, before any of them is made.
-
-    Every value but the first follows one of `,:[{` outside a string. First all of these are counted, which may be too
-    many; then without strings: when escaped quotes are gone, every other piece between two quotes is one. Long numbers
-    are counted in the same way.
-    """
-    has_room = len(body) <= max_values or sum(map(_num_begun, slices(body))) < max_values
-    if has_room and sum(map(_num_long, slices(body))) <= MAX_LONG_NUMBERS:
-        return
-    num_begun = num_long = num_quotes = 0
-    for part in slices(body):
-        bare = part.replace(b"\\\\", b"").replace(b'\\"', b"")
-        is_in_string = num_quotes % 2
-        num_quotes += bare.count(b'"')
-        if num_quotes <= 2 * max_values:
-            outside = b"".join(bare.split(b'"')[is_in_string::2])
-            num_begun += _num_begun(outside)
-            num_long += _num_long(outside)
-        if num_quotes > 2 * max_values or num_begun >= max_values:
-            raise ApiError(f"the body has more than {max_values} values: send several requests", code="too_many_values")
-        if num_long > MAX_LONG_NUMBERS:
-            kind = f"numbers of over {LONG_NUMBER_CHARS} digits or with exponents"
-            text = f"the body has more than {MAX_LONG_NUMBERS} {kind}: round them"
-            raise ApiError(text, code="too_many_long_numbers")
-
-
-def slices(body: bytes) -> Iterator[bytes]:
-    """None ends between a backslash and what it escapes."""
-    start = 0
-    while part := body[start : start + SLICE_BYTES]:
-        num_backslashes = len(part) - len(part.rstrip(b"\\"))
-        if num_backslashes % 2 and len(part) == SLICE_BYTES:
-            part = part[:-1]
-        yield part
-        start += len(part)
-
-
-def _num_long(text: bytes) -> int:
-    """Exponents, and whole runs of more than LONG_NUMBER_CHARS digits: a number of 400 digits counts as 19."""
-    kinds = text.translate(_KINDS)
-    return kinds.count(b"0e") + kinds.count(b"0" * (LONG_NUMBER_CHARS + 1))
-
-
-def _num_begun(outside: bytes) -> int:
-    return len(outside.translate(None, delete=_NO_VALUE_BEGINS))
+    """Refuse a body of more JSON values (names of fields included) than `max_values`, or of too many long numbers,
+    before any of them is made (json_size.py)."""
+    excess = excess_of(body, max_values)
+    if excess is Excess.VALUES:
+        raise ApiError(f"the body has more than {max_values} values: send several requests", code="too_many_values")
+    if excess is Excess.LONG_NUMBERS:
+        text = f"the body has more than {MAX_LONG_NUMBERS} {excess.value}: round them"
+        raise ApiError(text, code="too_many_long_numbers")
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

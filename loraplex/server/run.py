@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
 import math
 import signal
@@ -230,7 +231,7 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
         lambda: starting.cancel() if len(received) == 1 else None, received
     ):  # what it clears up is not called off
         try:
-            engine = await starting
+            engine, _ = await asyncio.gather(starting, _import_makers(config))
         except asyncio.CancelledError:
             if not received:
                 raise
@@ -239,6 +240,12 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
         return await serve(engine, config, sock)
     finally:
         await engine.shutdown()
+
+
+async def _import_makers(config: ServerConfig) -> None:
+    """What plans of merges need is there before requests come: torch keeps the interpreter for a second."""
+    if output_folder(config) is not None:
+        await asyncio.to_thread(importlib.import_module, "loraplex.adapters.merging.export")
 
 
 @contextlib.contextmanager

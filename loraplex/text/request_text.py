@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.files import GENERATION_CONFIG
+from loraplex.bounds.json_size import MAX_LONG_NUMBERS, Excess, excess_of
 from loraplex.core import SamplingParams
 from loraplex.errors import InvalidRequestError, ModelConfigError, shown
 from loraplex.text.tokenizer import Tokenizer, read_json
@@ -66,8 +67,10 @@ def read_generation_defaults(directory: str | Path) -> dict[str, Any]:
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
     """Raises ValueError, with `where` and what is wrong. Values are counted first: parsing is one call."""
-    if sum(map(data.count, (b",", b":", b"["))) > MAX_JSON_VALUES:
-        raise ValueError(f"{where} has more than {MAX_JSON_VALUES} values; none of a real adapter has")
+    excess = excess_of(data, MAX_JSON_VALUES)
+    if excess is not None:
+        limit = MAX_JSON_VALUES if excess is Excess.VALUES else MAX_LONG_NUMBERS
+        raise ValueError(f"{where} has more than {limit} {excess.value}; none of a real adapter has")
     try:
         content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:

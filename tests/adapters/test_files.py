@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters import tensors
+from loraplex.adapters.files import AdapterFolder, metadata_of
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
@@ -36,6 +37,7 @@ from loraplex.errors import (
 )
 from tests.adapters.peft_oracle import (
     PeftAdapter,
+    edit_config,
     header_nbytes,
     load,
     new_base,
@@ -56,6 +58,11 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None], tail: b
     change(header)
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :] + tail)
+
+
+def file_of(header: object) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text
 
 
 def test_every_truncation_is_refused_and_most_are_named_so(adapter: PeftAdapter) -> None:
@@ -86,12 +93,52 @@ def test_every_truncation_is_refused_and_most_are_named_so(adapter: PeftAdapter)
         (struct.pack("<Q", 0), AdapterFileFormatError, "does not begin"),
         (struct.pack("<Q", 7) + b'{"a":1}', AdapterFileFormatError, "not dtype, shape and data_offsets"),
         (struct.pack("<Q", 13) + b'{"a":1,"a":1}', AdapterFileFormatError, "twice"),
+        (file_of({"__metadata__": {"a": [5e-324] * 2000}}), AdapterFileFormatError, "numbers of over 20 digits"),
+        (file_of({"__metadata__": {"a": [10**4000] * 6}}), AdapterFileFormatError, "numbers of over 20 digits"),
     ],
 )
 def test_what_is_no_safetensors(adapter: PeftAdapter, content: bytes, error: type[AdapterError], word: str) -> None:
     (adapter.path / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(error, match=word):
         load(adapter.path, adapter.targets)
+
+
+def test_long_numbers_of_a_configuration_are_counted(adapter: PeftAdapter) -> None:
+    """A mebibyte of them kept the engine for half a second."""
+    edit_config(adapter.path, x=[10**4000] * 6)
+    with pytest.raises(AdapterFileFormatError, match=r"adapter_config\.json has more than 1024 numbers of over 20"):
+        load(adapter.path, adapter.targets)
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ({"a": 1}, {}),
+        ({"a": 1, "__metadata__": {"config": '{"r": 8}'}, "b": {"c": "}"}}, {"config": '{"r": 8}'}),
+        ({"__metadata__": 3}, {}),
+        ({'a"__metadata__"': {"config": "x"}}, {}),
+    ],
+)
+def test_metadata_alone_is_parsed(tmp_path: Path, header: object, found: object) -> None:
+    """What is wrong elsewhere is the load's to refuse."""
+    text = json.dumps(header).encode().replace(b'"b"', b'"\xff')
+    (tmp_path / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert metadata_of(AdapterFolder(tmp_path, "x")) == found
+
+
+@pytest.mark.parametrize(
+    ("metadata", "word"),
+    [
+        ({"a": [[]] * 2**18}, "has more than 262144 values"),
+        ({"a": [10**4000] * 6}, "numbers of over 20 digits"),
+        ({"a": "x" * 2**21}, "no JSON of at most 2097152 bytes"),
+    ],
+)
+def test_metadata_is_counted_before_it_is_parsed(tmp_path: Path, metadata: object, word: str) -> None:
+    """A server parsed it all at once: 16 MiB kept every client waiting for a second."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(file_of({"__metadata__": metadata}))
+    with pytest.raises(AdapterFileFormatError, match=word):
+        metadata_of(AdapterFolder(tmp_path, "x"))
 
 
 def entry_of(header: dict[str, Any]) -> dict[str, Any]:

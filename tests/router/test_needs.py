@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.router.needs import BLOCK_BYTES, MAX_BLOCKS, MAX_VALUES, adapters_named, needs_of, tenant_of
+from loraplex.router.needs import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
+    MAX_TEXT_VALUES,
+    MAX_VALUES,
+    adapters_named,
+    needs_of,
+    tenant_of,
+)
 from loraplex.server.api_error import ApiError
 
 
@@ -98,12 +106,18 @@ def test_no_value_of_a_body_is_made(field: str, value: bytes) -> None:
     [
         (b'{"prompt":[' + b"[" * MAX_VALUES + b"]" * MAX_VALUES + b"]}", "too_many_values"),
         (b'{"prompt":[' + b"1e5," * 2000 + b"1]}", "too_many_long_numbers"),
+        (b"{" + b'"model":"x",' * MAX_TEXT_VALUES + b'"a":1}', "too_many_values"),
     ],
 )
 def test_values_are_counted_before_the_decoder_sees_them(body: bytes, code: str) -> None:
     with pytest.raises(ApiError) as refused:
         needs_of(body, "")
     assert refused.value.code == code
+
+
+def test_quotes_in_a_text_are_no_values() -> None:
+    text = b'\\"' * (2 * MAX_TEXT_VALUES + 2)
+    assert needs_of(b'{"model":"sql","prompt":"' + text + b'"}', "").adapter == "sql"
 
 
 @pytest.mark.parametrize("name", ["a\\u0062c", "\\ud83d\\ude00" * 256, "\\n"])

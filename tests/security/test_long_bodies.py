@@ -14,11 +14,13 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from loraplex.bounds import json_size
+from loraplex.bounds.json_size import MAX_LONG_NUMBERS
 from loraplex.errors import PromptTooLongError
-from loraplex.server import ServerConfig, body, create_app
+from loraplex.server import ServerConfig, create_app
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS
-from loraplex.server.body import MAX_LONG_NUMBERS, check_num_values
+from loraplex.server.body import check_num_values
 from loraplex.server.off_loop import SHORT_BYTES, OffLoop, client_of
 from loraplex.server.prompts import LONG_TEXT_CHARS, MAX_CHARS_OF_PROMPTS, PIECE_CHARS, PromptEncoder
 from loraplex.server.schemas import ChatCompletionRequest, ChatFields, CompletionRequest, SamplingFields
@@ -233,7 +235,7 @@ def num_values(text: bytes) -> int:
 
 @pytest.mark.parametrize("num_slice_bytes", [2, 3, 5, 8])
 def test_slices_change_no_count(monkeypatch: pytest.MonkeyPatch, num_slice_bytes: int) -> None:
-    monkeypatch.setattr(body, "SLICE_BYTES", num_slice_bytes)
+    monkeypatch.setattr(json_size, "SLICE_BYTES", num_slice_bytes)
     dice = random.Random(num_slice_bytes)
     for _ in range(500):
         text = bytes(dice.choices(b'\\",:[{x', k=dice.randrange(40)))
@@ -281,7 +283,7 @@ def test_what_is_no_long_number(body: str) -> None:
 @pytest.mark.parametrize("unit", [b'\\"', b"\\\\", b'\\\\\\"', b"x"])
 def test_no_slice_is_longer_than_a_mebibyte(unit: bytes) -> None:
     text = (b'{"prompt":"' + b"[,:{" * 100_000 + unit * (2**22 // len(unit)))[: 2**22] + b'"}'
-    parts = list(body.slices(text))
+    parts = list(json_size.slices(text))
     assert b"".join(parts) == text
     assert max(map(len, parts)) <= 2**20
     assert len(parts) < 10

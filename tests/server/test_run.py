@@ -66,16 +66,24 @@ async def start():
         asyncio.get_running_loop().call_later(0.1, engine.give_up)
     return engine
 
-config = ServerConfig(port=int(sys.argv[2]), access_log=False, shutdown_grace_s=float(sys.argv[3]))
-sys.exit(run_server(start, config))
+folder = sys.argv[5] or None
+config = ServerConfig(
+    port=int(sys.argv[2]), access_log=False, shutdown_grace_s=float(sys.argv[3]), adapter_output_dir=folder
+)
+code = run_server(start, config)
+if folder is not None:
+    print("torch is there:", "torch" in sys.modules)
+sys.exit(code)
 """
 
 
 class Program:
     """A server in a process of its own."""
 
-    def __init__(self, how: str, port: int = 0, grace_s: float = 30.0, last_words_s: float = 5.0) -> None:
-        command = [sys.executable, "-c", PROGRAM, how, str(port), str(grace_s), str(last_words_s)]
+    def __init__(
+        self, how: str, port: int = 0, grace_s: float = 30.0, last_words_s: float = 5.0, output_dir: str = ""
+    ) -> None:
+        command = [sys.executable, "-c", PROGRAM, how, str(port), str(grace_s), str(last_words_s), output_dir]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(
             command,
@@ -125,6 +133,15 @@ def test_a_signal_ends_an_idle_server_and_its_engine(programs: list[Program], wh
     assert httpx.get(url + "/health").status_code == 200
     program.process.send_signal(which)
     assert program.end() == (0, "engine is shut down\n")
+
+
+def test_what_merges_import_is_there_before_requests_come(programs: list[Program], tmp_path: Path) -> None:
+    """The first plan of a merge imported torch, which held up every request for 2 s."""
+    program = Program("answers", output_dir=str(tmp_path))
+    programs.append(program)
+    program.url()
+    program.process.send_signal(signal.SIGTERM)
+    assert program.end() == (0, "engine is shut down\ntorch is there: True\n")
 
 
 def test_the_log_says_which_kernels_run(programs: list[Program]) -> None:

@@ -257,6 +257,13 @@ def test_what_is_no_extension_is_refused_by_name(
         ("tokenizer.json", '{"x": ' + "1" * 100 + "}", "is expected at character"),
         ("tokenizer_config.json", '{"x": [' + "[]," * 2**17 + "1]}", "has more than 131072 values"),
         ("generation_config.json", '{"x": [' + "1," * 2**17 + "1]}", "has more than 131072 values"),
+        ("generation_config.json", '{"x": [' + ("9" * 4300 + ",") * 6 + "1]}", "has more than 1024 numbers of over 20"),
+        (
+            "tokenizer_config.json",
+            '{"x": [' + "2.225073858507e-308," * 2000 + "1]}",
+            "numbers .* or with exponents",
+        ),
+        ("added_tokens.json", '{"x": [' + ("9" * 4300 + ",") * 6 + "1]}", "has more than 1024 numbers of over 20"),
         (
             "tokenizer.json",
             {"added_tokens": [{"id": 0, "content": "0"}] * 3000},

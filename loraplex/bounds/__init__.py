@@ -1,0 +1,1 @@
+"""What strangers send is counted before it is parsed."""
