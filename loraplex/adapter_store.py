@@ -52,12 +52,13 @@ class AddOutcome:
 class AdapterStore(Protocol):
     """An engine as the registry sees it. Calls may block and are made under no lock; each raises AdapterError.
 
-    open_adapter: reads and validates the files of a local directory; `add_adapter` of that path and content within
-    seconds does not read them again. attach_adapters: as `add_adapter` of each, but nothing is read: the first request
-    or verb that needs the weights loads them. list_adapters: those of `adapter_ids` that it has; None: all.
+    open_adapter: reads and validates the files of a local directory, in turns of the tenants that ask; `add_adapter` of
+    that path and content within seconds does not read them again. attach_adapters: as `add_adapter` of each, but
+    nothing is read: the first request or verb that needs the weights loads them. list_adapters: those of `adapter_ids`
+    that it has; None: all.
     """
 
-    def open_adapter(self, path: str, adapter_name: str) -> AdapterContent: ...
+    def open_adapter(self, path: str, adapter_name: str, tenant: str = "") -> AdapterContent: ...
     def add_adapter(self, spec: AdapterSpec) -> AddOutcome: ...
     def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None: ...
     def drop_adapter(self, adapter_id: int) -> None: ...

@@ -12,7 +12,7 @@ stop a server. So patterns are matched here only when they are short, made of th
 place in a pattern is reached at most C(n + q, q) * g times in a name of n characters; the steps are the sum over the
 places. Beyond MAX_STEPS (about 20 ms) or MAX_CHARS_HERE, or where the text bounds nothing, they are matched in a child
 process with a deadline, and a limit on its processor time and memory, which is the same answer 20 ms later. At most
-MAX_CHILDREN of them run at a time; an adapter that waits CHILD_WAIT_S for one is to be loaded again.
+MAX_CHILDREN of them run at a time, one of a tenant; an adapter that waits CHILD_WAIT_S for one is to be loaded again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import math
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from loraplex.adapters.sources.turns import FairTurns
 from loraplex.errors import AdapterBusyError, shown
 from loraplex.processes.environment import child_environment
 
@@ -92,7 +92,7 @@ except Exception as error:
     json.dump({"error": f"is no regular expression: {type(error).__name__}: {error}"[:200]}, sys.stdout)
 """.replace("CPU_S", str(CHILD_CPU_S)).replace("MEMORY_BYTES", str(CHILD_MEMORY_BYTES))
 
-_children = threading.BoundedSemaphore(MAX_CHILDREN)
+_children = FairTurns(MAX_CHILDREN, most_of_a_client=1)
 
 
 class PatternError(ValueError):
@@ -351,28 +351,23 @@ def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...])
 def _reply_of_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...]) -> str:
     max_hits = SPARE_HITS + HITS_A_NAME * len(names)
     request, first = json.dumps([mode, regexes, names, max_hits]), shown(regexes[0])
-    if not _children.acquire(timeout=CHILD_WAIT_S):
-        raise AdapterBusyError(
-            f"{MAX_CHILDREN} adapters with costly patterns are being checked already; load this one again in a moment"
-        )
+    command = [sys.executable, "-I", "-S", "-c", _CHILD]
     try:
-        child = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _CHILD],
-            input=request,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env=child_environment(),
-        )
+        with _children.own(CHILD_WAIT_S):
+            child = subprocess.run(
+                command, input=request, capture_output=True, text=True, timeout=DEADLINE_S, env=child_environment()
+            )
         if child.returncode or not child.stdout:
             raise PatternError(f"{first} takes more than {CHILD_CPU_S} s or too much memory; list the modules by name")
         return child.stdout
+    except TimeoutError:
+        raise AdapterBusyError(
+            "other adapters with costly patterns are being checked already; load this one again in a moment"
+        ) from None
     except subprocess.TimeoutExpired:
         raise PatternError(f"{first} takes longer than {DEADLINE_S:g} s; list the modules by name") from None
     except OSError as error:
         raise PatternError(f"{first} cannot be matched now: {error.strerror}; load the adapter again") from error
-    finally:
-        _children.release()
 
 
 _known_reply_of_child = functools.lru_cache(maxsize=16)(_reply_of_child)

@@ -14,6 +14,7 @@ from loraplex.adapter_store import AdapterContent
 from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.sources.turns import working_for
 from loraplex.adapters.weights import ByteBudget, CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.errors import (
@@ -148,9 +149,11 @@ class SourceReader:
         self._open_budget = ByteBudget(MAX_READ_BYTES, SMALL_READ_BYTES)
         self._opened = OpenedModels(MAX_OPEN_BYTES)
 
-    def open(self, path: str, adapter_name: str) -> AdapterContent:
-        """Raises what `read_adapter` raises. What it read is there for the next `read` of it."""
-        model = read_adapter(path, adapter_name, self._source, self._reader, self._open_budget)
+    def open(self, path: str, adapter_name: str, tenant: str = "") -> AdapterContent:
+        """Raises what `read_adapter` raises. What it read is there for the next `read` of it. tenant: whose turns at
+        what is costly it takes."""
+        with working_for(tenant):
+            model = read_adapter(path, adapter_name, self._source, self._reader, self._open_budget)
         self._opened.put(path, model)
         return content_of(model)
 
@@ -165,7 +168,8 @@ class SourceReader:
         if stamps is not None and stamps == known and self._clock() < until_s:
             raise error_from_payload(refusal)
         try:
-            model = read_spec(spec, self._source, self._reader)
+            with working_for(spec.tenant):
+                model = read_spec(spec, self._source, self._reader)
             check_content(spec, model.adapter_digest)
         except _OF_CONTENT as error:
             with self._lock:

@@ -195,12 +195,13 @@ class EngineProcess:
             self._send(_call(message.call_id, verb))
         else:
             threads = self._quick_verbs if message.method in QUICK_VERBS else self._loads
+            tenant = self._tenant_of(message.arguments[0])
             if message.method == "open_adapter":  # of files that no request waits for: pins and loads go beside them
-                threads = self._opens
-            threads.submit(partial(self._answer, message.call_id, verb), self._tenant_of(message.arguments[0]))
+                threads, tenant = self._opens, message.arguments[-1]
+            threads.submit(partial(self._answer, message.call_id, verb), tenant)
 
     def _tenant_of(self, argument: AdapterSpec | int | str) -> str:
-        """By an adapter or its id. Opens have turns where they come from, and only a path here."""
+        """By an adapter or its id."""
         if isinstance(argument, int):
             return self._engine.adapters.tenant_of(argument)
         return argument.tenant if isinstance(argument, AdapterSpec) else ""

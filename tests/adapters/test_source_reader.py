@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from loraplex.adapters import source_reader, weights
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.source_reader import OpenedModels, SourceReader
+from loraplex.adapters.sources.turns import own_tenant
 from loraplex.adapters.weights import ByteBudget, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.demo.tasks import assets_path
@@ -38,6 +40,25 @@ def spec_of(directory: Path, reader: SourceReader) -> AdapterSpec:
 
 def model_of(nbytes: int, digest: str) -> LoRAModel:
     return mock.create_autospec(LoRAModel, instance=True, nbytes=nbytes, adapter_digest=digest)
+
+
+@pytest.mark.parametrize("tenant", ["acme", ""])
+def test_files_are_read_in_turns_of_the_tenant(
+    directory: Path, reader: SourceReader, monkeypatch: pytest.MonkeyPatch, tenant: str
+) -> None:
+    seen: list[str] = []
+    read = source_reader.read_adapter
+
+    def noting(*arguments: Any) -> LoRAModel:
+        seen.append(own_tenant())
+        return read(*arguments)
+
+    monkeypatch.setattr(source_reader, "read_adapter", noting)
+    content = reader.open(str(directory), "a", tenant)
+    monkeypatch.setattr(reader._opened, "take", lambda path, digest: None)
+    name = f"{tenant}/a" if tenant else "a"
+    reader.read(AdapterSpec(7, name, 1, content.adapter_digest, str(directory), content.nbytes, content.rank))
+    assert (seen, own_tenant()) == ([tenant, tenant], "")
 
 
 def test_what_was_opened_is_not_read_again(directory: Path, reader: SourceReader) -> None:

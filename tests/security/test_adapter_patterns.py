@@ -25,6 +25,7 @@ from loraplex.adapters.patterns import (
     fullmatches,
     pattern_values,
 )
+from loraplex.adapters.sources.turns import working_for
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterBusyError, AdapterValidationError
 from tests.security.regex_steps import StepCounter
@@ -112,8 +113,9 @@ def test_a_child_has_bounded_memory_and_processor_time() -> None:
     assert done.returncode != 0 or "memory" in done.stdout
 
 
-def test_no_more_than_two_are_matched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are to come again rather than hold the threads that load adapters; the slots are free afterwards."""
+def test_no_more_than_two_are_matched_at_a_time_and_one_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are to come again rather than hold the threads that load adapters; the slots are free afterwards. Six
+    loads of one tenant had every load of another refused."""
     running, release = threading.Semaphore(0), threading.Event()
     run = subprocess.run
 
@@ -125,14 +127,17 @@ def test_no_more_than_two_are_matched_at_a_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(patterns.subprocess, "run", wait_and_run)
     monkeypatch.setattr(patterns, "CHILD_WAIT_S", 0.05)
     found: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda text=f"(?i).*{number}_proj": found.append(fullmatches(text, NAMES)))
-        for number in range(MAX_CHILDREN)
-    ]
+
+    def match(tenant: str) -> None:
+        with working_for(tenant):
+            found.append(fullmatches(f"(?i).*{tenant}_proj", NAMES))
+
+    threads = [threading.Thread(target=match, args=(str(number),)) for number in range(MAX_CHILDREN)]
     for thread in threads:
         thread.start()
-    for _ in threads:
         assert running.acquire(timeout=30)
+        with working_for("0"), pytest.raises(AdapterBusyError):  # while there is a place, too
+            fullmatches(r"(?i).*q_Proj", NAMES)
     with pytest.raises(AdapterBusyError, match="load this one again in a moment") as caught:
         fullmatches(r"(?i).*Q_PROJ", NAMES)
     assert caught.value.http_status == 429

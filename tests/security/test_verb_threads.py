@@ -245,16 +245,18 @@ async def test_opens_and_pins_of_another_tenant_take_no_thread_of_pins_and_loads
     process._ended, process._replies = [], queue.SimpleQueue()
     process._wake_write = os.open(os.devnull, os.O_WRONLY)
     store = SimpleNamespace(**dict.fromkeys(STORE_METHODS))
-    store.open_adapter = lambda path, name: hang.wait(60)
+    store.open_adapter = lambda path, name, tenant: hang.wait(60)
     store.promote_adapter = lambda adapter_id: (adapter_id == 6 and hang.wait(60)) or AddOutcome(True)
     store.tenant_of = {6: "acme", 7: "beta"}.get
     process._engine = SimpleNamespace(adapters=store, abort_adapter=None)
     try:
-        process._call_store(msg.CallStore(1, "open_adapter", ("/a", "a")))
+        process._call_store(msg.CallStore(1, "open_adapter", ("/a", "a", "acme")))
         process._call_store(msg.CallStore(3, "promote_adapter", (6,)))
         process._call_store(msg.CallStore(2, "promote_adapter", (7,)))
         reply = await asyncio.to_thread(process._replies.get, timeout=30)
         assert msg.decode_from_engine(reply).call_id == 2
     finally:
         hang.set()
+        for threads in (process._loads, process._opens, process._quick_verbs):
+            threads.close(60)
         os.close(process._wake_write)

@@ -12,7 +12,7 @@ from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.remote.fetched import FetchedFiles, MakeRoom
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.sources.turns import FairTurns
+from loraplex.adapters.sources.turns import FairTurns, own_tenant
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterValidationError, shortened
 
@@ -22,8 +22,8 @@ NUM_OPENS, NUM_OPENS_OF_A_CLIENT = 8, 4
 _OF_WEIGHTS = {"vocab_size", "invocation_tokens", *(each.name for each in fields(LongContext))}
 """What the document of a text has of weights and configuration."""
 
-ReadContent = Callable[[str, str], AdapterContent]
-"""Reads and validates the adapter in a directory; its name is for errors."""
+ReadContent = Callable[[str, str, str], AdapterContent]
+"""Reads and validates the adapter in a directory; its name is for errors, the tenant for turns."""
 
 ReadText = Callable[[AdapterFolder, int | None], AdapterText | None]
 """What an adapter's directory says about text, by its folder and where its vocabulary ends."""
@@ -84,7 +84,7 @@ class AdapterOpener:
 
     def _opened(self, directory: str, name: str, text_of: Callable[[int | None], AdapterText | None]) -> OpenedAdapter:
         with self._turns.own():
-            content = self.read_content(directory, name)
+            content = self.read_content(directory, name, own_tenant())
         text = _with_context(text_of(content.vocab_size), content.long_context)
         if content.invocation_tokens:
             text = AdapterText.activated(text, content.invocation_tokens)

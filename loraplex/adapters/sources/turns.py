@@ -6,19 +6,37 @@ hang with a file system.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from loraplex.logs import request_context
+from loraplex.logs import RequestContext, request_context
 
 STUCK_S = 10.0
 """A job that takes longer probably hangs, and does not count any more. One that is slow has company meanwhile."""
 
 LOOK_S = 1.0
 """How often one that waits looks for others that hang."""
+
+
+@contextmanager
+def working_for(tenant: str) -> Iterator[None]:
+    """Turns that this thread takes meanwhile are those of `tenant`."""
+    request = request_context.get()
+    token = request_context.set(RequestContext("" if request is None else request.request_id, tenant))
+    try:
+        yield
+    finally:
+        request_context.reset(token)
+
+
+def own_tenant() -> str:
+    """The one for whose request this thread works."""
+    request = request_context.get()
+    return "" if request is None else request.tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -39,20 +57,24 @@ class FairTurns:
         self._changed = threading.Condition()
 
     @contextmanager
-    def own(self) -> Iterator[None]:
-        """A turn of the tenant whose request this thread works for."""
-        request = request_context.get()
-        with self.of("" if request is None else request.tenant):
+    def own(self, timeout_s: float = math.inf) -> Iterator[None]:
+        """A turn of the tenant whose request this thread works for. Raises TimeoutError when it does not come."""
+        with self.of(own_tenant(), timeout_s):
             yield
 
     @contextmanager
-    def of(self, client: str) -> Iterator[None]:
-        turn = _Turn(client)
+    def of(self, client: str, timeout_s: float = math.inf) -> Iterator[None]:
+        turn, until_s = _Turn(client), time.monotonic() + timeout_s
         with self._changed:
             self._waiting.append(turn)
-            while self._next() is not turn:
-                self._changed.wait(LOOK_S)
-            self._waiting.remove(turn)
+            try:
+                while self._next() is not turn:
+                    left_s = until_s - time.monotonic()
+                    if left_s <= 0:
+                        raise TimeoutError
+                    self._changed.wait(min(LOOK_S, left_s))
+            finally:
+                self._waiting.remove(turn)
             turn.began_s = time.monotonic()
             self._running.append(turn)
             self._changed.notify_all()

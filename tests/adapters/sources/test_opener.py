@@ -9,13 +9,14 @@ from loraplex.adapter_store import AdapterContent, LongContext
 from loraplex.adapters.registry import AdapterText
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.sources.opener import AdapterOpener
+from loraplex.adapters.sources.turns import working_for
 
 
 def test_names_of_one_text_share_it(tmp_path: Path) -> None:
     """Each of 400 names of one directory kept a megabyte of its own."""
     opener = AdapterOpener(
         AdapterSource(),
-        lambda path, name: AdapterContent(name, 10, 8),
+        lambda path, name, tenant: AdapterContent(name, 10, 8),
         lambda folder, vocab_size: AdapterText.of({"chat_templates": {"default": "x" * 1000}}),
     )
     texts = [opener.open(str(tmp_path)).text for _ in range(3)]
@@ -26,9 +27,24 @@ def test_names_of_one_text_share_it(tmp_path: Path) -> None:
     assert not opener._texts, "it goes with the last name"
 
 
+def test_an_engine_is_told_for_which_tenant_it_reads(tmp_path: Path) -> None:
+    """And takes its turns in those of that tenant."""
+    seen: list[str] = []
+
+    def read(path: str, name: str, tenant: str) -> AdapterContent:
+        seen.append(tenant)
+        return AdapterContent(name, 10, 8)
+
+    opener = AdapterOpener(AdapterSource(), read)
+    opener.open(str(tmp_path))
+    with working_for("acme"):
+        opener.open(str(tmp_path))
+    assert seen == ["", "acme"]
+
+
 def test_a_longer_context_and_tokens_that_activate_are_of_the_text(tmp_path: Path) -> None:
     content = AdapterContent("0", 10, 8, 110, (5, 6), LongContext(2.0, 4096))
-    text = AdapterOpener(AdapterSource(), lambda path, name: content).open(str(tmp_path)).text
+    text = AdapterOpener(AdapterSource(), lambda path, name, tenant: content).open(str(tmp_path)).text
     assert text is not None
     assert (text.invocation_tokens, text.rope_factor, text.max_model_len) == ((5, 6), 2.0, 4096)
     assert text.brings == ("invocation_tokens",)

@@ -46,6 +46,16 @@ def test_the_next_turn_is_for_the_client_that_has_fewest() -> None:
     assert (turns._waiting, turns._running) == ([], [])
 
 
+def test_a_turn_that_does_not_come_is_given_up() -> None:
+    turns = FairTurns(2, 1)
+    with turns.of("a"):
+        with pytest.raises(TimeoutError), turns.of("a", timeout_s=0.01):
+            raise AssertionError("a second one")
+        with turns.of("b", timeout_s=60):
+            assert len(turns._running) == 2
+    assert (turns._waiting, turns._running) == ([], [])
+
+
 def test_an_error_ends_its_turn() -> None:
     turns = FairTurns(1, 1)
     for _ in range(3):
