@@ -461,6 +461,12 @@ class LoRARegistry:
                 )
             return self._drain.set_pin(version, True)
 
+    def check_pins(self, tenant: str, name: str) -> None:
+        """Before a tenant pins `name`, which may not be there yet. Raises AdapterNoRoomError beyond its share."""
+        with self._lock:
+            version = self._table.current.get(name)
+        self._store.check_pins(tenant, None if version is None else version.adapter_id)
+
     def unpin(self, name: str) -> bool:
         with self._verb_on(name) as (version, is_current):
             if not is_current:
