@@ -44,6 +44,10 @@ class TenantUse:
     def has(self, weights: StoredWeights) -> bool:
         return weights.digest in self._counted
 
+    def tenants_of(self, weights: StoredWeights) -> frozenset[str]:
+        """Of what is in the tier."""
+        return self._counted[weights.digest][0]
+
     def _add(self, tenants: Iterable[str], nbytes: int, num_adapters: int) -> None:
         for tenant in tenants:
             self.nbytes[tenant] += nbytes
@@ -76,6 +80,7 @@ class Claim:
         """nbytes: of `wanted`, without what it shares."""
         self._cache, self._use, self._recent_s = cache, use, now_s - RECENT_S
         self._left_bytes, self._num_left = Counter[str](), Counter[str]()
+        self._has_kept: dict[str, bool] = {}  # tenants, until more of theirs has left
         self._asking = wanted.tenants if demand.adapter is None else {demand.adapter.spec.tenant}
         self._num_tenants = len(use.num_adapters.keys() | self._asking)
         is_there = use.has(wanted)
@@ -84,17 +89,25 @@ class Claim:
         self.may_take_kept = not self.is_beyond_share or demand.cause not in FORESIGHT
 
     def is_own(self, weights: StoredWeights) -> bool:
-        return not self._asking.isdisjoint(weights.tenants)
+        return not self._asking.isdisjoint(self._use.tenants_of(weights))
 
     def keeps(self, weights: StoredWeights) -> bool:
         """Whether it leaves after all others."""
-        tenants = weights.tenants
-        of_others = tenants - self._asking if self.is_beyond_share else tenants
-        return weights.last_used_s > self._recent_s and any(self._is_within(each) for each in of_others)
+        if weights.last_used_s <= self._recent_s:
+            return False
+        return any(self._keeps_of(tenant) for tenant in self._use.tenants_of(weights))
+
+    def _keeps_of(self, tenant: str) -> bool:
+        known = self._has_kept.get(tenant)
+        if known is None:
+            is_other = tenant not in self._asking or not self.is_beyond_share
+            known = self._has_kept[tenant] = is_other and self._is_within(tenant)
+        return known
 
     def left(self, weights: StoredWeights) -> None:
         """Those that are asked about next would leave besides."""
-        for tenant in weights.tenants:
+        for tenant in self._use.tenants_of(weights):
+            self._has_kept.pop(tenant, None)
             self._left_bytes[tenant] += weights.own_nbytes
             self._num_left[tenant] += 1
 
