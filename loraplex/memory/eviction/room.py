@@ -262,7 +262,7 @@ class Room:
                 "device are pinned already; unpin another adapter or raise adapter_memory_bytes"
             )
 
-    def check_pins(self, tenant: str, wanted: StoredWeights | None) -> None:
+    def check_share_of_pins(self, tenant: str, wanted: StoredWeights | None) -> None:
         """Raises AdapterNoRoomError when a tenant's pinned contents and this one exceed its share of the device."""
         pinned = {each for each in self._weights.values() if each.num_pinned and tenant in each.tenants}
         if wanted in pinned:

@@ -504,8 +504,8 @@ class WeightStore:
         self.room.check_pinnable(adapter.weights, adapter.name)
 
     def check_pins_locked(self, tenant: str, wanted: StoredWeights | None) -> None:
-        """Raises what `Room.check_pins` raises."""
-        self.room.check_pins(tenant, wanted)
+        """Raises what `Room.check_share_of_pins` raises."""
+        self.room.check_share_of_pins(tenant, wanted)
 
     def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None:
         """Until something changes, for a verb; raises AdapterNoRoomError when nothing will."""
