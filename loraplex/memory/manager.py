@@ -335,6 +335,13 @@ class LoRAModelManager:
             self._residency.leave_locked(weights, Tier.HOST)
             return True
 
+    def check_pins(self, tenant: str, adapter_id: int | None) -> None:
+        """As core.AdapterStore says; of an adapter that is unknown, as without one. It is the tenant's own verbs that
+        are bound: what is pinned stays pinned when there are more tenants, and when its content changes."""
+        with self._residency.held():
+            adapter = None if adapter_id is None else self._residency.known_locked().get(adapter_id)
+            self._residency.check_pins_locked(tenant, None if adapter is None else adapter.weights)
+
     def pin_adapter(self, adapter_id: int) -> bool:
         """Promote, and keep there. AdapterNoRoomError, with both numbers: the pinned ones would exceed the device."""
         with self._residency.held():

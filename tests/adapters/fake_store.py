@@ -115,6 +115,9 @@ class FakeStore:
         lower = Tier.HOST if where.tier is Tier.DEVICE else Tier.SOURCE
         return self._change("evict", adapter_id, tier=lower, lora_slot=None)
 
+    def check_pins(self, tenant: str, adapter_id: int | None) -> None:
+        self.faults.meet("check_pins")
+
     def pin_adapter(self, adapter_id: int) -> bool:
         self.faults.meet("pin")
         return self._change("pin", adapter_id, is_pinned=True, tier=Tier.DEVICE, lora_slot=adapter_id)

@@ -19,6 +19,7 @@ from safetensors.numpy import save
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.core import RequestOutput
 from loraplex.errors import (
+    AdapterNoRoomError,
     EngineDeadError,
     EngineOverloadedError,
     EngineShutdownError,
@@ -29,6 +30,7 @@ from loraplex.server import ServerConfig, create_app
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from loraplex.testing import FakeAsyncEngine
+from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_engine import FakeText
 from loraplex.testing.fake_tokenizer import FakeTokenizer
 from tests.security.tenancy import Tenancy, tenancy
@@ -213,6 +215,24 @@ async def test_adapters_and_pins(server: Tenancy) -> None:
         assert (await client.post("/v1/adapters/both/pin")).status_code == 200
         assert (await client.delete("/v1/adapters/both")).status_code == 200
         assert (await client.put("/v1/adapters/other", json={"path": "/srv/acme/other"})).status_code == 201
+
+
+async def test_pins_beyond_a_share_of_memory(server: Tenancy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They bind a tenant's own keys, whichever verb pins; an operator may give it more."""
+
+    def check_pins(self: FakeAdapterStore, tenant: str, adapter_id: int | None) -> None:
+        raise AdapterNoRoomError(f"{tenant} has its share")
+
+    monkeypatch.setattr(FakeAdapterStore, "check_pins", check_pins)
+    async with client_as(server, "acme") as client:
+        pinned = {"name": "new", "path": "/srv/acme/new", "is_pinned": True}
+        answers = [await client.post("/v1/adapters/sql/pin"), await client.post("/v1/adapters", json=pinned)]
+        answers.append(await client.put("/v1/adapters/sql", json={"is_pinned": True}))
+        assert [(each.status_code, each.json()["error"]["code"]) for each in answers] == [(503, "adapter_no_room")] * 3
+        assert (await client.get("/v1/adapters/new")).status_code == 404
+        assert (await client.post("/v1/adapters/sql/unpin")).status_code == 200
+    async with client_as(server, "operator") as client:
+        assert (await client.post("/v1/adapters/acme%2Fsql/pin")).status_code == 200
 
 
 async def test_bytes_of_adapters(server: Tenancy) -> None:

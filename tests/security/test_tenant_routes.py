@@ -112,6 +112,14 @@ def test_every_route_has_a_rule() -> None:
         assert declared_access(route.endpoint) is ROUTES[f"{method} {route.path}"], route.path
 
 
+def test_every_route_of_openapi_has_a_rule() -> None:
+    """What clients are told of is what is asked below, and what is open."""
+    app = create_app(FakeAsyncEngine(), ServerConfig())
+    operations = {f"{method.upper()} {path}" for path, each in app.openapi()["paths"].items() for method in each}
+    opened = {f"{method} {route.path}" for route in routes_of(app) if is_open(route) for method in route.methods}
+    assert operations - opened == {rule.replace(":path", "") for rule in ROUTES} - opened
+
+
 def test_every_role_is_asked() -> None:
     assert {*map(str, Role)} - {"tenant"} <= set(RIGHTS)
 

@@ -461,11 +461,13 @@ class LoRARegistry:
                 )
             return self._drain.set_pin(version, True)
 
+    def check_pins(self, tenant: str, name: str) -> None:
+        """Before a tenant pins `name`, which may not be there yet. Raises AdapterNoRoomError beyond its share."""
+        self._store.check_pins(tenant, getattr(self._table.current.get(name), "adapter_id", None))
+
     def unpin(self, name: str) -> bool:
         with self._verb_on(name) as (version, is_current):
-            if not is_current:
-                return False  # it has no pin
-            return self._drain.set_pin(version, False)
+            return is_current and self._drain.set_pin(version, False)  # else it has no pin
 
     def evict(self, name: str) -> bool:
         """One tier down, which lifts a pin; the name still resolves. Whether something changed. `name@N` too."""
@@ -504,14 +506,12 @@ class LoRARegistry:
     def num_references(self) -> int:
         """Of all versions together: zero when no request runs on an adapter."""
         with self._lock:
-            versions = self._table.versions()
-        return sum(version.num_references for version in versions)
+            return sum(version.num_references for version in self._table.versions())
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """What the store holds when no verb runs: current and kept versions, and old ones with requests."""
         with self._lock:
-            versions = self._table.versions()
-        return tuple(version.spec for version in versions)
+            return tuple(version.spec for version in self._table.versions())
 
     def loaded_from(self, origin: str) -> list[LoadedName]:
         """Names whose current version has an origin that begins so, the least recently used first."""
@@ -523,8 +523,8 @@ class LoRARegistry:
     def nbytes_with(self, name: str, nbytes: int, prefix: str, size_of: Callable[[AdapterSpec], int]) -> int:
         """Bytes (`size_of`) of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""
         with self._lock:
-            versions, current = self._table.versions(), self._table.current.get(name)
-            kept = [*self._table.kept.get(name, ()), *filter(None, [current])]
+            versions = self._table.versions()
+            kept = [*self._table.kept.get(name, ()), *filter(None, [self._table.current.get(name)])]
         num_over = max(0, len(kept) + 1 - self._table.max_versions_kept)
         leaving = [each for each in kept[:num_over] if not each.num_references]
         of_prefix = (each for each in versions if each.ref.adapter_name.startswith(prefix) and each not in leaving)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterMixError, AdapterNoRoomError, AdapterTooLargeError
 from loraplex.memory.eviction.budget import Budget, together_nbytes
-from loraplex.memory.eviction.shares import asking_tenants, is_in_share, kept_for_others
+from loraplex.memory.eviction.shares import Claim, TenantUse, is_in_share
 from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Extent
@@ -40,6 +40,7 @@ class Room:
         self._device = tiers.device
         self._retired = retired
         self._weights = weights
+        self.uses = {tier: TenantUse() for tier in (Tier.HOST, Tier.DEVICE)}
         self._biased_base = frozenset(
             (target.name, index)
             for target in tiers.device.table.targets
@@ -77,25 +78,45 @@ class Room:
 
     # ---------------------------------------------------------------------------------------------------- who may leave
 
-    def candidates(self, cache: Budget, wanted: StoredWeights | None, demand: Demand) -> Iterator[StoredWeights]:
-        """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
+    def candidates(
+        self, cache: Budget, wanted: StoredWeights | None, demand: Demand, nbytes: int = 0
+    ) -> Iterator[StoredWeights]:
+        """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating.
+
+        nbytes: that it wants, where its layout is not known yet.
+        """
         if not cache.policy.evicts:
             return
-        order = None
-        if wanted is not None and len(self._tenants) > 1:
-            order = self._order_for(cache, wanted, demand)
+        claim = self._claim(cache, wanted, demand, nbytes)
+        kept: list[StoredWeights] = []
         for is_on_device in (True,) if cache is self._device else (False, True):
-            for each in self._held(cache) if order is None else order:
+            for each in self._held(cache):
                 if each.is_on_device == is_on_device and each is not wanted and self._may_leave(each, cache, demand):
+                    if claim is not None and claim.keeps(each):
+                        kept.append(each)
+                        continue
+                    if claim is not None:
+                        claim.left(each)
                     yield each
+        if kept and claim is not None and self._may_take_kept(cache, claim):
+            yield from kept
 
-    def _order_for(self, cache: Budget, wanted: StoredWeights, demand: Demand) -> list[StoredWeights]:
-        """What is in `cache`, first to go first; without what is kept for others while the asking tenant's own run."""
-        held, asking = list(self._held(cache)), asking_tenants(wanted, demand)
-        kept = kept_for_others(cache, held, wanted, asking, self._clock())
-        is_own_running = any(each.num_running and not asking.isdisjoint(each.tenants) for each in held)
-        last = [] if is_own_running else [each for each in held if each.digest in kept]
-        return [each for each in held if each.digest not in kept] + last
+    def _claim(self, cache: Budget, wanted: StoredWeights | None, demand: Demand, nbytes: int = 0) -> Claim | None:
+        """None where there are no two tenants."""
+        if wanted is None or len(self._tenants) < 2:
+            return None
+        nbytes = nbytes if wanted.layout is None else wanted.own_nbytes
+        return Claim(cache, self.uses[cache.tier], wanted, nbytes, demand, self._clock())
+
+    def _may_take_kept(self, cache: Budget, claim: Claim) -> bool:
+        if not claim.is_beyond_share or not claim.may_take_kept:
+            return claim.may_take_kept
+        return not any(claim.is_own(each) and not _is_settled(each, self.pass_id) for each in self._held(cache))
+
+    def count(self, weights: StoredWeights) -> None:
+        """It has come to a tier or left one, or has other adapters than before."""
+        self.uses[Tier.HOST].count(weights, weights.host)
+        self.uses[Tier.DEVICE].count(weights, weights.device)
 
     def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
         """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
@@ -155,11 +176,18 @@ class Room:
     def _in_the_way(
         self, cache: Budget, wanted: StoredWeights, in_use: Sequence[StoredWeights], leaving: list[StoredWeights]
     ) -> list[StoredWeights] | None:
-        freely = list(self.candidates(cache, wanted, Demand("request")))
+        """Of a tenant within its share (shares.py) none ends, unless nothing else of `in_use` makes the room."""
+        demand = Demand("request")
+        freely, claim = list(self.candidates(cache, wanted, demand)), self._claim(cache, wanted, demand)
         gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
-        running = (each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each))
-        chosen = self.fewest(cache, self._needed(cache, wanted), itertools.chain(gone, running))
-        return None if chosen is None else [each for each in chosen if each not in gone]
+        running = [each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each)]
+        kept = [] if claim is None else [each for each in running if claim.keeps(each)]
+        first = [each for each in running if each not in kept]
+        held = () if claim is None else self._held(cache)
+        others = (each for each in held if each not in gone and each is not wanted)
+        idle = (each for each in others if self._may_leave(each, cache, demand))
+        chosen = self.fewest(cache, self._needed(cache, wanted), itertools.chain(gone, first, idle, kept))
+        return None if chosen is None else [each for each in chosen if each in first or each in kept]
 
     def _held(self, cache: Budget) -> Iterator[StoredWeights]:
         return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
@@ -220,10 +248,8 @@ class Room:
                     f"{cache.setting} or mix fewer"
                 )
 
-    def check_pinnable(self, adapter: StoredAdapter) -> None:
-        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device, and those of a
-        tenant its share of it."""
-        weights, name, tenant = adapter.weights, adapter.name, adapter.spec.tenant
+    def check_pinnable(self, weights: StoredWeights, name: str) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
         if weights.layout is None or weights.num_pinned:
             return
         pinned = self._pinned(weights)
@@ -235,11 +261,19 @@ class Room:
                 f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the "
                 "device are pinned already; unpin another adapter or raise adapter_memory_bytes"
             )
-        own = [each for each in pinned if tenant in each.tenants]
-        if tenant and len(self._tenants) > 1 and not is_in_share(self._device, [*own, weights], len(self._tenants)):
+
+    def check_share_of_pins(self, tenant: str, wanted: StoredWeights | None) -> None:
+        """Raises AdapterNoRoomError when a tenant's pinned contents and this one exceed its share of the device."""
+        pinned = {each for each in self._weights.values() if each.num_pinned and tenant in each.tenants}
+        if wanted in pinned:
+            return
+        num_tenants = len(self._tenants.keys() | {tenant})
+        num_more = len(pinned) + 1
+        nbytes = together_nbytes(pinned) + 1 if wanted is None else together_nbytes({*pinned, wanted})
+        if num_tenants > 1 and not is_in_share(self._device, nbytes, num_more, num_tenants):
             raise AdapterNoRoomError(
-                f"adapter {name!r} cannot be pinned: with {len(own)} others it would take more than a tenant's share "
-                f"of the device, which {len(self._tenants)} tenants have; unpin another adapter"
+                f"with one more than {len(pinned)} pinned adapters this tenant would have more than its share of the "
+                "device; unpin another one first"
             )
 
     def check_size(self, name: str, nbytes: int) -> None:

@@ -2,9 +2,9 @@
 
     tenant     before the slash of an adapter's name (`acme/sql`); all names without one are the operator's
     share      of tenant t in a tier of B bytes and N adapters, with n tenants in it or about to be: B / n, N / n
-    kept       an adapter of a tenant that is within its share, used within RECENT_S, from a tenant that is beyond its
-               own share with what it wants: it leaves after all others, and not at all while requests of the one that
-               asks run, whose end makes room too
+    kept       an adapter used within RECENT_S of a tenant that is within its share without what left before. It leaves
+               after all others. For a tenant that is beyond its share with what it wants, it does not leave at all
+               while something of that tenant's own runs or comes, whose end makes room too, nor ahead of a request
 
 What is not used leaves as ever, and so does what is beyond a share: no memory lies idle for a tenant. A content that
 several tenants have counts in each one's share, and is kept for any of them.
@@ -13,64 +13,105 @@ several tenants have counts in each one's share, and is kept for any of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from loraplex.memory.eviction.budget import Budget, together_nbytes
-from loraplex.memory.residency.records import Demand, StoredWeights
+from loraplex.memory.eviction.budget import Budget
+from loraplex.memory.residency.records import Demand, Place, StoredWeights
 
 RECENT_S = 60.0
+FORESIGHT = ("prefetch", "prediction")
 
 
 @dataclass(frozen=True, slots=True)
-class _Used:
-    """By tenants of one tier."""
+class TenantUse:
+    """What each tenant has in one tier, counted as it comes and goes: room is made without a walk over the tier."""
 
-    nbytes: Counter[str]
-    num_adapters: Counter[str]
+    nbytes: Counter[str] = field(default_factory=Counter)
+    num_adapters: Counter[str] = field(default_factory=Counter)
+    _counted: dict[str, tuple[frozenset[str], int]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, held: Iterable[StoredWeights]) -> _Used:
-        used = cls(Counter(), Counter())
-        for each in held:
-            for tenant in each.tenants:
-                used.nbytes[tenant] += each.own_nbytes
-                used.num_adapters[tenant] += 1
-        return used
+    def count(self, weights: StoredWeights, place: Place | None) -> None:
+        """The content is in `place` of the tier (None: it is not), and has the adapters that it has now."""
+        tenants, nbytes = self._counted.pop(weights.digest, (frozenset[str](), 0))
+        self._add(tenants, -nbytes, -1)
+        if place is not None and weights.adapters:
+            nbytes = sum(each.nbytes for each in place.extents) if weights.layout is None else weights.own_nbytes
+            tenants = frozenset(weights.tenants)
+            self._counted[weights.digest] = tenants, nbytes
+            self._add(tenants, nbytes, 1)
 
-    def is_within(self, tenant: str, cache: Budget, nbytes: int = 0, num_more: int = 0) -> bool:
-        num_adapters, num_tenants = self.num_adapters[tenant] + num_more, len(self.num_adapters)
-        return _is_within(cache, self.nbytes[tenant] + nbytes, num_adapters, num_tenants)
+    def has(self, weights: StoredWeights) -> bool:
+        return weights.digest in self._counted
+
+    def tenants_of(self, weights: StoredWeights) -> frozenset[str]:
+        """Of what is in the tier."""
+        return self._counted[weights.digest][0]
+
+    def _add(self, tenants: Iterable[str], nbytes: int, num_adapters: int) -> None:
+        for tenant in tenants:
+            self.nbytes[tenant] += nbytes
+            self.num_adapters[tenant] += num_adapters
+            if not self.num_adapters[tenant]:
+                del self.nbytes[tenant], self.num_adapters[tenant]
+
+    def check_integrity(self, held: Iterable[tuple[StoredWeights, Place | None]]) -> None:
+        """Raises AssertionError unless it counts what a walk finds. held: contents, and where they are in the tier."""
+        found = TenantUse()
+        for weights, place in held:
+            found.count(weights, place)
+        assert self == found, f"{self} is counted, {found} is there"
 
 
-def _is_within(cache: Budget, nbytes: int, num_adapters: int, num_tenants: int) -> bool:
+def is_in_share(cache: Budget, nbytes: int, num_adapters: int, num_tenants: int) -> bool:
+    """Whether one of `num_tenants` may have so much."""
     most = cache.max_adapters
     has_place = most is None or num_adapters <= max(1, most // num_tenants)
     return has_place and nbytes <= cache.max_bytes / num_tenants
 
 
-def is_in_share(cache: Budget, contents: Collection[StoredWeights], num_tenants: int) -> bool:
-    """Whether one of `num_tenants` may have all of these."""
-    return _is_within(cache, together_nbytes(contents), len(contents), num_tenants)
+class Claim:
+    """What some tenants that want a content may have of a tier. It is asked about those that may leave one after
+    another, and reckons with each that it did not keep as gone."""
 
+    def __init__(
+        self, cache: Budget, use: TenantUse, wanted: StoredWeights, nbytes: int, demand: Demand, now_s: float
+    ) -> None:
+        """nbytes: of `wanted`, without what it shares."""
+        self._cache, self._use, self._recent_s = cache, use, now_s - RECENT_S
+        self._left_bytes, self._num_left = Counter[str](), Counter[str]()
+        self._has_kept: dict[str, bool] = {}  # tenants, until more of theirs has left
+        self._asking = wanted.tenants if demand.adapter is None else {demand.adapter.spec.tenant}
+        self._num_tenants = len(use.num_adapters.keys() | self._asking)
+        is_there = use.has(wanted)
+        num_more = int(not is_there)
+        self.is_beyond_share = not any(self._is_within(each, num_more * nbytes, num_more) for each in self._asking)
+        self.may_take_kept = not self.is_beyond_share or demand.cause not in FORESIGHT
 
-def asking_tenants(wanted: StoredWeights, demand: Demand) -> set[str]:
-    return wanted.tenants if demand.adapter is None else {demand.adapter.spec.tenant}
+    def is_own(self, weights: StoredWeights) -> bool:
+        return not self._asking.isdisjoint(self._use.tenants_of(weights))
 
+    def keeps(self, weights: StoredWeights) -> bool:
+        """Whether it leaves after all others."""
+        if weights.last_used_s <= self._recent_s:
+            return False
+        return any(self._keeps_of(tenant) for tenant in self._use.tenants_of(weights))
 
-def kept_for_others(
-    cache: Budget, held: Collection[StoredWeights], wanted: StoredWeights, asking: Collection[str], now_s: float
-) -> frozenset[str]:
-    """Digests of `held`, all that is in `cache`, that are kept from the tenants that ask for `wanted`."""
-    used = _Used.of(held)
-    for tenant in asking:
-        used.num_adapters[tenant] += 0  # it is about to be in the tier
-    is_there = any(each is wanted for each in held)
-    nbytes = 0 if wanted.layout is None or is_there else wanted.own_nbytes
-    if any(used.is_within(tenant, cache, nbytes, int(not is_there)) for tenant in asking):
-        return frozenset()
-    within = {tenant for tenant in used.num_adapters if tenant not in asking and used.is_within(tenant, cache)}
-    recent_s = now_s - RECENT_S
-    return frozenset(
-        each.digest for each in held if each.last_used_s > recent_s and not within.isdisjoint(each.tenants)
-    )
+    def _keeps_of(self, tenant: str) -> bool:
+        known = self._has_kept.get(tenant)
+        if known is None:
+            is_other = tenant not in self._asking or not self.is_beyond_share
+            known = self._has_kept[tenant] = is_other and self._is_within(tenant)
+        return known
+
+    def left(self, weights: StoredWeights) -> None:
+        """Those that are asked about next would leave besides."""
+        for tenant in self._use.tenants_of(weights):
+            self._has_kept.pop(tenant, None)
+            self._left_bytes[tenant] += weights.own_nbytes
+            self._num_left[tenant] += 1
+
+    def _is_within(self, tenant: str, nbytes: int = 0, num_more: int = 0) -> bool:
+        nbytes += self._use.nbytes[tenant] - self._left_bytes[tenant]
+        num_adapters = self._use.num_adapters[tenant] - self._num_left[tenant] + num_more
+        return is_in_share(self._cache, nbytes, num_adapters, self._num_tenants)

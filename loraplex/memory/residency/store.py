@@ -16,6 +16,7 @@ it; `_locked` in a name means that it is held.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,6 +151,7 @@ class WeightStore:
         adapter = StoredAdapter(spec, open_weights, weights)
         weights.adapters[spec.adapter_id] = self.adapters[spec.adapter_id] = adapter
         self.tenants[spec.tenant] = self.tenants.get(spec.tenant, 0) + 1
+        self.room.count(weights)
         return adapter
 
     def remove_locked(self, adapter: StoredAdapter) -> None:
@@ -173,6 +175,7 @@ class WeightStore:
         self.tenants[tenant] -= 1
         if not self.tenants[tenant]:
             del self.tenants[tenant]
+        self.room.count(adapter.weights)
 
     def acquire_locked(self, adapter: StoredAdapter) -> int | None:
         """One more running request; its weights are on the device, in this lora_slot."""
@@ -212,6 +215,7 @@ class WeightStore:
             if weights.host is None:
                 self.room.check_can_come(self.tiers.host, weights)
                 return None
+            self.room.count(weights)
         weights.state = WeightState.LOADING
         return self._begin_job_locked(weights, demand, may_wait)
 
@@ -227,6 +231,7 @@ class WeightStore:
                     return None
                 if weights.host is None:
                     self.wait_for_room_locked(host, weights, name, sum(sizes))
+            self.room.count(weights)
             assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
             return weights.host
 
@@ -236,6 +241,7 @@ class WeightStore:
         if is_placed and weights.host is not None:
             weights.host = self.tiers.host.share(weights.host, layout)
         weights.state = WeightState.HOST if is_placed else WeightState.SOURCE
+        self.room.count(weights)
         self._end_job_locked(job)
 
     def publish_shared_locked(self, weights: StoredWeights, demand: Demand) -> bool:
@@ -251,6 +257,7 @@ class WeightStore:
             self.room.check_can_come(device, weights)
             return False
         weights.device, weights.state = place, WeightState.DEVICE
+        self.room.count(weights)
         self._publish_locked(place, weights.layout, weights.host)
         return True
 
@@ -270,6 +277,7 @@ class WeightStore:
                 self.room.check_can_come(device, weights)
             return None
         weights.state = WeightState.ARRIVING
+        self.room.count(weights)
         if job is None:
             job = self._begin_job_locked(weights, demand)
             job.is_awaited = demand.is_for_request
@@ -352,6 +360,7 @@ class WeightStore:
         device.policy.forget(weights.digest)
         self.retired.retire(place.extents)
         weights.state = WeightState.SOURCE if weights.host is None else WeightState.HOST
+        self.room.count(weights)
         self._lock.notify_all()
 
     def _leave_host_locked(self, weights: StoredWeights) -> None:
@@ -371,6 +380,7 @@ class WeightStore:
                 host.pool.free_all(leaving)
         if weights.device is None:
             weights.state = WeightState.SOURCE
+        self.room.count(weights)
         self._lock.notify_all()
 
     def leave_locked(self, weights: StoredWeights, tier: Tier) -> None:
@@ -456,7 +466,7 @@ class WeightStore:
         nbytes, room = sum(sizes), self.room
         if demand.is_for_request and room.promised(cache) not in (None, weights):
             return None
-        leaving = room.fewest(cache, nbytes, room.candidates(cache, weights, demand))
+        leaving = room.fewest(cache, nbytes, room.candidates(cache, weights, demand, nbytes))
         place = None
         while leaving is not None and place is None:
             for victim in leaving:
@@ -467,8 +477,8 @@ class WeightStore:
                 self.log.alarm(f"no memory for an adapter in the {cache.tier.value} tier: {error}")
                 break
             is_stuck = place is None and self.retired.nbytes == 0
-            victim_by_fragments = next(room.candidates(cache, weights, demand), None) if is_stuck else None
-            leaving = None if victim_by_fragments is None else [victim_by_fragments]
+            others = room.candidates(cache, weights, demand, nbytes) if is_stuck else iter(())
+            leaving = list(itertools.islice(others, 1)) or None  # for lack of a piece that is large enough
         if place is not None:
             cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.tiers.host else None)
         elif demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
@@ -491,7 +501,11 @@ class WeightStore:
 
     def check_pinnable_locked(self, adapter: StoredAdapter) -> None:
         """Raises what `Room.check_pinnable` raises."""
-        self.room.check_pinnable(adapter)
+        self.room.check_pinnable(adapter.weights, adapter.name)
+
+    def check_pins_locked(self, tenant: str, wanted: StoredWeights | None) -> None:
+        """Raises what `Room.check_share_of_pins` raises."""
+        self.room.check_share_of_pins(tenant, wanted)
 
     def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None:
         """Until something changes, for a verb; raises AdapterNoRoomError when nothing will."""
@@ -565,6 +579,8 @@ class WeightStore:
             adapters = [*self.adapters.values(), *self.draining.values()]
             check_integrity(self.tiers, self.retired, self.weights, adapters, self.arriving)
             assert self.tenants == Counter(adapter.spec.tenant for adapter in adapters)
+            self.room.uses[Tier.HOST].check_integrity((each, each.host) for each in self.weights.values())
+            self.room.uses[Tier.DEVICE].check_integrity((each, each.device) for each in self.weights.values())
 
 
 def _running_of(victims: Iterable[StoredWeights]) -> list[int]:

@@ -41,8 +41,12 @@ class AdapterQuota:
         self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False, is_needed: bool = False
     ) -> AsyncIterator[Callable[[int], None] | None]:
         """Around a verb that loads or pins the adapter registered as `name`, which takes what this gives as its
-        `check_size`. is_needed: a request loads it. Raises TenantLimitError, and AdapterNoRoomError for a request."""
+        `check_size`. is_needed: a request loads it. Raises TenantLimitError, and AdapterNoRoomError for a request and
+        for a pin beyond the tenant's share of memory."""
+        tenant = caller_of(request).scope.tenant
         async with self._within_limits(request, name, is_load, is_pin) as check_size, AsyncExitStack() as stack:
+            if is_pin and tenant:
+                await self._engine.on_registry(LoRARegistry.check_pins, tenant, name)
             if is_load:
                 await stack.enter_async_context(self._room.for_new(name, is_needed=is_needed))
             yield check_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from loraplex.core import AdapterSpec, Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError
 from loraplex.memory.eviction.shares import RECENT_S
-from tests.memory.rig import Rig
+from loraplex.memory.weights.packing import Packer
+from tests.memory.rig import Rig, make_model
 
 
 @pytest.fixture(params=[False, True], ids=["one memory", "two memories"])
@@ -87,13 +89,30 @@ def test_where_nothing_of_its_own_runs_a_request_does_not_wait(rig: Rig) -> None
 def test_pins_of_a_tenant_take_its_share_at_most(rig: Rig) -> None:
     """One tenant pinned all memory, and each request of another one for an adapter was refused."""
     rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "beta") for number in range(2, 5))])
-    rig.pin(2)
-    rig.pin(3)
-    with pytest.raises(AdapterNoRoomError, match=r"'beta/a4' cannot be pinned: with 2 others .* which 2 tenants have"):
-        rig.pin(4)
-    rig.pin(1)
+    for number in (2, 3):
+        rig.manager.check_pins("beta", number)
+        rig.pin(number)
+    use(rig, 4)
+    beyond = pytest.raises(AdapterNoRoomError, match=r"one more than 2 pinned adapters .* more than its share")
+    for number in (4, None):
+        with beyond:
+            rig.manager.check_pins("beta", number)
+    rig.manager.check_pins("beta", 2)
+    rig.manager.check_pins("acme", 1)
     rig.manager.unpin_adapter(3)
+    rig.manager.check_pins("beta", 4)
     rig.pin(4)
+    rig.manager.check_integrity()
+
+
+def test_what_is_pinned_stays_so_when_there_are_more_tenants(rig: Rig) -> None:
+    """A new version of a pinned adapter, or an engine that starts again, lost the pin: the share had become smaller."""
+    rig.manager.attach_adapters([spec(rig, number, "beta") for number in (1, 2, 3)])
+    for number in (1, 2, 3):
+        rig.pin(number)
+    rig.manager.attach_adapters([spec(rig, 4, "acme"), spec(rig, 5, "gamma")])
+    rig.manager.unpin_adapter(3)
+    rig.pin(3)
     rig.manager.check_integrity()
 
 
@@ -105,6 +124,100 @@ def test_a_content_of_two_tenants_is_kept_for_either(rig: Rig) -> None:
         rig.clock.now_s += 1
         use(rig, number)
     assert rig.tier_of(1) == "device"
+
+
+def test_where_what_runs_of_its_own_is_pinned_a_request_does_not_wait(rig: Rig) -> None:
+    """No end of requests takes a pinned adapter out of memory: the request for another one was refused."""
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "") for number in range(2, 6))])
+    use(rig, 1)
+    for number in (2, 3, 4):
+        rig.pin(number)
+        rig.acquire(number)
+    rig.acquire(5)
+    assert rig.tier_of(1) != "device"
+    rig.manager.check_integrity()
+
+
+def test_a_first_load_that_is_under_way_is_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its room before its layout is known: making room for another one beside it failed."""
+    specs = [spec(rig, 1, "acme"), *(spec(rig, number, "beta") for number in range(2, 7))]
+    rig.manager.attach_adapters(specs)
+    for number in (1, 2, 3, 4, 5):
+        use(rig, number)
+    write = Packer.write
+    asked = []
+
+    def write_while_others_ask(self: Packer, *args: Any) -> None:
+        asked.append(rig.manager.try_acquire(1).waits_for)
+        asked.append(rig.manager.try_acquire(2).waits_for)
+        write(self, *args)
+
+    monkeypatch.setattr(Packer, "write", write_while_others_ask)
+    rig.manager.poll()
+    rig.manager.try_acquire(6)
+    assert rig.loader is not None
+    assert rig.loader.run_one()
+    assert len(asked) == 2
+    rig.manager.check_integrity()
+
+
+def test_a_tenant_is_pushed_back_to_its_share_and_no_further(rig: Rig) -> None:
+    """Room for an adapter of three times the size took all that another tenant had, since that was beyond its share."""
+    wide = spec(rig, 5, "beta", "wide")
+    rig.source.put(wide.path, make_model("wide", rank=12))
+    rig.manager.attach_adapters([*(spec(rig, number, "acme") for number in (1, 2, 3)), wide, spec(rig, 4, "beta")])
+    for number in (5, 4, 1, 2, 3):
+        use(rig, number)
+    prefetch(rig, 5)
+    assert [rig.tier_of(number) == "device" for number in (2, 3)] == [True, True]
+    use(rig, 5)
+    assert rig.tier_of(2) != "device"
+
+
+def prefetch(rig: Rig, adapter_id: int) -> None:
+    for _ in range(3):
+        rig.manager.poll()
+        rig.manager.prefetch(adapter_id)
+        assert rig.loader is not None
+        rig.loader.run_all()
+
+
+def test_a_prefetch_takes_nothing_that_is_kept(rig: Rig) -> None:
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "") for number in range(2, 6))])
+    for number in (5, 1):
+        use(rig, number)
+    for number in (2, 3, 4):
+        rig.pin(number)
+    prefetch(rig, 5)
+    assert rig.tier_of(1) == "device"
+
+
+def test_what_is_beyond_a_share_leaves_before_what_is_not_also_for_a_tenant_within_its_own() -> None:
+    """One tenant's hoard had another one's adapter leave for a third."""
+    rig = Rig(num_device=6, num_host=6)
+    names = {1: "acme", **dict.fromkeys(range(2, 7), "beta"), 7: "gamma"}
+    rig.manager.attach_adapters([spec(rig, number, tenant) for number, tenant in names.items()])
+    for number in range(1, 8):
+        use(rig, number)
+    assert [number for number in names if rig.tier_of(number) != "device"] == [2]
+
+
+def test_for_a_tenant_beyond_its_share_its_own_requests_are_paused(rig: Rig) -> None:
+    """Requests of a tenant within its share were paused for one whose adapter then found no room all the same."""
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), spec(rig, 6, "acme")])
+    rig.manager.attach_adapters([spec(rig, number, "beta") for number in range(2, 6)])
+    use(rig, 6)
+    for number in (1, 2, 3):
+        rig.acquire(number)
+    rig.manager.poll()
+    rig.manager.try_acquire(4)
+    assert rig.loader is not None
+    rig.loader.run_all()
+    assert rig.manager.try_acquire(4).waits_for is WaitsFor.ROOM
+    assert rig.manager.victims_for(4, [1, 2, 3]) == [2]
+    rig.manager.release(2)
+    rig.acquire(4)
+    assert (rig.tier_of(1), rig.tier_of(6)) == ("device", "device")
 
 
 @settings(deadline=None, max_examples=60)

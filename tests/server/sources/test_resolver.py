@@ -414,13 +414,13 @@ async def test_a_name_that_was_to_make_room_is_gone_or_pinned_meanwhile(
             return found
 
         monkeypatch.setattr(registry, "loaded_from", look_early)
-        assert (await ask(client, "bad", made.keys[owner])).status_code == 200
+        assert (await ask(client, "chat", made.keys[owner])).status_code == 200
         for verb, status in ((registry.pin, 429 if is_by_limit else 503), (registry.unload, 200)):
-            after_looks.append(partial(verb, f"{owner}/bad"))
+            after_looks.append(partial(verb, f"{owner}/chat"))
             answer = await ask(client, "sql", made.keys["acme"])
-            assert (answer.status_code, "bad" in answer.text) == (status, False), answer.text
+            assert (answer.status_code, "chat" in answer.text) == (status, False), answer.text
             if verb == registry.pin:
-                assert registry.unpin(f"{owner}/bad")
+                assert registry.unpin(f"{owner}/chat")
 
 
 async def test_loads_that_make_room_at_the_same_time(
