@@ -164,7 +164,7 @@ class ReplicatedLinear(ParallelLinear):
 class FusedColumnParallelLinear(ParallelLinear):
     """Several linears that are one module of the checkpoint, the output of each cut over the ranks.
 
-    parts: (out_features, this rank's) of each, in the order of the module's rows.
+    counts: heads of `width` features of each, in the order of the module's rows; dealt out as kv heads are.
     """
 
     def __init__(
@@ -172,10 +172,12 @@ class FusedColumnParallelLinear(ParallelLinear):
         name: str,
         layer: int,
         in_features: int,
-        parts: Sequence[tuple[int, int]],
+        counts: Sequence[int],
+        width: int,
         has_bias: bool,
         setup: LayerSetup,
     ) -> None:
+        parts = [(width * count, width * kv_heads_of_shard(count, setup.shard)) for count in counts]
         full, here = (sum(each) for each in zip(*parts, strict=True))
         slices = (LoraSlice(name, 0, here, full, has_bias, tuple(parts)),)
         target = LoraTarget(name, layer, in_features, in_features, slices, ShardKind.COLUMN, setup.shard)
@@ -197,7 +199,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         has_bias: bool,
         setup: LayerSetup,
     ) -> None:
-        slices = stack_slices(modules, [share_of(full, setup.shard) for _, full in modules], has_bias)
+        slices = stack_slices(modules, [_share(full, setup.shard) for _, full in modules], has_bias)
         target = LoraTarget(name, layer, in_features, in_features, slices, ShardKind.COLUMN, setup.shard)
         super().__init__(target, has_bias, setup)
 
@@ -221,7 +223,7 @@ class QKVParallelLinear(ParallelLinear):
         has_bias: bool,
         setup: LayerSetup,
     ) -> None:
-        heads, kv_heads = share_of(num_heads, setup.shard), kv_heads_of_shard(num_kv_heads, setup.shard)
+        heads, kv_heads = _share(num_heads, setup.shard), kv_heads_of_shard(num_kv_heads, setup.shard)
         full = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
         here = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         slices = stack_slices(list(zip(modules, full, strict=True)), here, has_bias)
@@ -243,7 +245,7 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         slices = stack_slices([(name, out_features)], [out_features], has_bias)
         target = LoraTarget(
-            name, layer, share_of(in_features, setup.shard), in_features, slices, ShardKind.ROW, setup.shard
+            name, layer, _share(in_features, setup.shard), in_features, slices, ShardKind.ROW, setup.shard
         )
         super().__init__(target, has_bias, setup)
 
@@ -253,8 +255,7 @@ def stack_slices(modules: Sequence[tuple[str, int]], here: Sequence[int], has_bi
     return tuple(LoraSlice(module, sum(here[:i]), here[i], full, has_bias) for i, (module, full) in enumerate(modules))
 
 
-def share_of(full: int, shard: Shard) -> int:
-    """An even share of features or heads. ValueError where there is none."""
+def _share(full: int, shard: Shard) -> int:
     if full % shard.size:
         raise ValueError(f"{full} features or heads cannot be dealt out evenly to {shard.size} ranks")
     return full // shard.size
@@ -264,7 +265,7 @@ def kv_heads_of_shard(num_kv_heads: int, shard: Shard) -> int:
     """Key and value heads of one rank: an even share, or one for `shard.size / num_kv_heads` neighbours."""
     if num_kv_heads < shard.size and shard.size % num_kv_heads == 0:
         return 1
-    return share_of(num_kv_heads, shard)
+    return _share(num_kv_heads, shard)
 
 
 # ------------------------------------------------------------------------------------------------ the vocabulary's ends
@@ -283,7 +284,7 @@ class VocabParallelEmbedding:
         self.shard = setup.shard
         self.ops = setup.ops
         self.full_shape = (vocab_size, hidden_size)
-        self.num_rows = share_of(vocab_size, setup.shard)
+        self.num_rows = _share(vocab_size, setup.shard)
         self.device = setup.device
         self.is_head = is_tied and setup.ops.embeds_prepared(_head_quantization(setup))
         self.weight: LinearWeight = _vocab_share(vocab_size, hidden_size, setup)
@@ -360,7 +361,7 @@ class ParallelLMHead:
         self.full_shape = (vocab_size, hidden_size)
         self._shared = tied_to if tied_to is not None and tied_to.is_head else None
         self._own: LinearWeight = _vocab_share(vocab_size, hidden_size, setup)
-        slices = stack_slices([(name, vocab_size)], [share_of(vocab_size, setup.shard)], False)
+        slices = stack_slices([(name, vocab_size)], [_share(vocab_size, setup.shard)], False)
         self.target = LoraTarget(
             name, layer, hidden_size, hidden_size, slices, ShardKind.HEAD, setup.shard, is_tied=tied_to is not None
         )
@@ -432,7 +433,7 @@ def _head_quantization(setup: LayerSetup) -> str | None:
 
 def _vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor:
     """The shape of this rank's rows."""
-    return torch.empty(share_of(vocab_size, setup.shard), hidden_size, dtype=setup.dtype, device=META)
+    return torch.empty(_share(vocab_size, setup.shard), hidden_size, dtype=setup.dtype, device=META)
 
 
 def _vocab_part(name: str, full_shape: tuple[int, int], weight: Tensor, shard: Shard) -> WeightPart:

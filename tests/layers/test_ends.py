@@ -176,7 +176,7 @@ def test_norms_of_adapters_own(backend: KernelBackend) -> None:
 def test_a_linear_of_an_adapters_own_has_its_own_bias(backend: KernelBackend) -> None:
     """The base's is not in its product."""
     setup = LayerSetup(backend, torch.float32, CPU)
-    base = FusedColumnParallelLinear("linear", 0, HIDDEN, [(40, 40)], has_bias=True, setup=setup)
+    base = FusedColumnParallelLinear("linear", 0, HIDDEN, [40], 1, has_bias=True, setup=setup)
     base.allocate()
     base.weight.copy_(draw(40, HIDDEN))
     assert base.bias is not None

@@ -58,10 +58,9 @@ def whole_output(checkpoint: dict[str, Tensor], module: str, x: Tensor) -> Tenso
 
 def make(kind: str, setup: LayerSetup, has_bias: bool) -> ParallelLinear:
     if kind == "column":
-        return FusedColumnParallelLinear("c", 3, HIDDEN, [(24, 24 // setup.shard.size)], has_bias, setup)
+        return FusedColumnParallelLinear("c", 3, HIDDEN, [24], 1, has_bias, setup)
     if kind == "fused":
-        parts = [(24, 24 // setup.shard.size), (8, 8 // min(setup.shard.size, 2))]
-        return FusedColumnParallelLinear("f", 3, HIDDEN, parts, has_bias, setup)
+        return FusedColumnParallelLinear("f", 3, HIDDEN, (4, 2), 6, has_bias, setup)
     if kind == "merged":
         return MergedColumnParallelLinear("g", 3, HIDDEN, [("gate", 24), ("up", 40)], has_bias, setup)
     if kind == "row":

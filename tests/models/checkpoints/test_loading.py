@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from loraplex.config import LoRAConfig
@@ -93,7 +94,8 @@ def test_no_dominant_adapter_is_merged_into_kept_integers(zoo: ModelZoo, tmp_pat
 def test_two_ranks_say_what_one_says(zoo: ModelZoo, tmp_path: Path, name: str, family: str) -> None:
     """In float32, whose numbers are widened by each rank; DoRA divides by norms of the whole rows."""
     made = made_of(zoo, tmp_path, name, family)
-    adapters = {"LoRA": adapter_of(zoo, made.plain, "all linears"), "DoRA": kind_of(zoo, made.plain, "DoRA")}
+    dora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM")
+    adapters = {"LoRA": adapter_of(zoo, made.plain, "all linears"), "DoRA": zoo.adapter(made.plain, dora)}
     asks = [Asked(each, 20 + 9 * shift, shift=shift) for shift, each in enumerate((None, *adapters))]
     said = []
     for size in (1, 2):
