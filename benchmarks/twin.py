@@ -8,6 +8,11 @@ with all adapters registered; its arrivals, lengths and adapters are drawn once 
 their median counts, and "runs" says how far apart they are, which no prediction can be better than. Targets: throughput
 and the median time to the first token within 10 % of what is measured, their P99 within 25 %.
 
+Near its capacity an engine makes much waiting of little time: at a load of 1.2, where a request waits for what has
+piled up before it, 1 % of capacity is 6 % of the median wait. So the last line of a cell has the seconds of its steps,
+which wait for nothing: what the model says of the steps that ran, and what they took. "scaled" is the prediction again
+with every step off by that factor: what is left between it and the measured figure is not of the model of steps.
+
 Run it alone on a quiet machine: it stops at once where the load is above --max-load of the cores. What disturbs the
 calibration is in every prediction.
 """
@@ -18,8 +23,10 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +57,7 @@ from loraplex.twin.calibration import Calibration
 from loraplex.twin.results import SimulationResult
 from loraplex.twin.settings import TwinSettings
 from loraplex.twin.simulation import Simulation
+from loraplex.twin.step_model import Disturbances, StepWork
 from loraplex.twin.workload import Workload
 
 MAX_OFF, MAX_OFF_P99 = 0.10, 0.25
@@ -98,13 +106,27 @@ CELLS = (
 
 
 @dataclass(frozen=True)
+class Steps:
+    """Of one run: how many, what the model says of them, disturbed as a simulation's are, and what they took."""
+
+    count: int
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True)
 class Row:
-    """A cell: what was predicted and measured, in the same units; `load`: of the machine when its run began."""
+    """A cell: what was predicted and measured, in the same units; `load`: of the machine when its run began.
+
+    steps: of each run. scaled: predicted once more, its steps off as those of the runs were.
+    """
 
     cell: Cell
     rate: float
     predicted: SimulationResult
+    scaled: SimulationResult
     measured: tuple[Summary, ...]
+    steps: tuple[Steps, ...]
     counted: Counters
     load: float
 
@@ -114,12 +136,17 @@ class Row:
         firsts = [run.time_to_first_token_s for run in self.measured]
         waits = [first for first in firsts if first is not None]
         assert len(waits) == len(firsts), "no request had a token"
-        predicted = self.predicted.first_token_s
+        tokens_per_s, p50, p99 = _figures_of(self.predicted)
         return {
-            "tokens/s": (self.predicted.tokens_per_s, tuple(run.tokens_per_s for run in self.measured), MAX_OFF),
-            "first token p50 ms": (1e3 * predicted.p50, tuple(1e3 * each.p50 for each in waits), MAX_OFF),
-            "first token p99 ms": (1e3 * predicted.p99, tuple(1e3 * each.p99 for each in waits), MAX_OFF_P99),
+            "tokens/s": (tokens_per_s, tuple(run.tokens_per_s for run in self.measured), MAX_OFF),
+            "first token p50 ms": (p50, tuple(1e3 * each.p50 for each in waits), MAX_OFF),
+            "first token p99 ms": (p99, tuple(1e3 * each.p99 for each in waits), MAX_OFF_P99),
         }
+
+    @property
+    def steps_off(self) -> float:
+        """What the model says of the steps that ran, over what they took; the median of the runs."""
+        return statistics.median(each.predicted_s / each.measured_s for each in self.steps) - 1
 
     def off(self, figure: str) -> float:
         predicted, measured, _ = self.figures[figure]
@@ -133,7 +160,22 @@ class Row:
     @property
     def is_met(self) -> bool:
         near = all(abs(self.off(figure)) <= most for figure, (_, _, most) in self.figures.items())
-        return near and not self.predicted.num_failed and not any(run.num_failed for run in self.measured)
+        return near and self._is_whole
+
+    @property
+    def is_within_runs(self) -> bool:
+        """Whether what is not met is no further off than the runs are apart."""
+        near = all(abs(self.off(name)) <= max(most, self.apart(name)) for name, (_, _, most) in self.figures.items())
+        return near and self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        return not self.predicted.num_failed and not any(run.num_failed for run in self.measured)
+
+
+def _figures_of(result: SimulationResult) -> tuple[float, float, float]:
+    """Tokens/s, P50 and P99 of the time to the first token in ms."""
+    return result.tokens_per_s, 1e3 * result.first_token_s.p50, 1e3 * result.first_token_s.p99
 
 
 def settings_for(cell: Cell, args: argparse.Namespace, adapter_bytes: int) -> TwinSettings:
@@ -176,7 +218,7 @@ def measure(cell: Cell, workload: Workload, made: Fixture, args: argparse.Namesp
         "max_model_len": MAX_MODEL_LEN,
     }
     load = os.getloadavg()[0]
-    measured = []
+    measured, steps = [], []
     for _ in range(args.runs):
         with start(made, args, budgets) as llm:
             requests = lora_requests(made)[: cell.adapters]
@@ -184,10 +226,34 @@ def measure(cell: Cell, workload: Workload, made: Fixture, args: argparse.Namesp
             _warm_up(llm)
             before = Counters.of(llm.stats())
             arrivals = arrivals_of(workload, requests, llm.engine.info.vocab_size)
-            measured.append(Summary.of([run(llm, arrivals, CUT_OFF_AFTER * args.seconds)]))
+            with _watched(llm, calibration, args.rank, workload.seed) as ran:
+                measured.append(Summary.of([run(llm, arrivals, CUT_OFF_AFTER * args.seconds)]))
+            steps += ran
             counted = Counters.of(llm.stats()) - before
             llm.check_integrity()
-    return Row(cell, workload.rate, predicted, tuple(measured), counted, load)
+    factor = statistics.median(each.measured_s / each.predicted_s for each in steps)
+    scaled = Simulation(_scaled(calibration, factor), settings, workload).run()
+    return Row(cell, workload.rate, predicted, scaled, tuple(measured), tuple(steps), counted, load)
+
+
+@contextmanager
+def _watched(llm: LLM, calibration: Calibration, rank: int, seed: int) -> Iterator[list[Steps]]:
+    """The list gets the steps that run within the block, when it ends."""
+    works: list[StepWork] = []
+    found: list[Steps] = []
+    rank_of: defaultdict[int, int] = defaultdict(lambda: rank)
+    before_s = sum(llm.stats().step_times.seconds.values())
+    llm.engine.watch_steps(lambda plan: works.append(StepWork.of(plan, rank_of)))
+    yield found
+    llm.engine.watch_steps(None)
+    model, disturbances = calibration.step_model(), Disturbances(calibration.step_ratios, seed)
+    predicted_s = 1e-3 * sum(model.ms(work) * disturbances.next(work.num_tokens) for work in works)
+    found.append(Steps(len(works), predicted_s, sum(llm.stats().step_times.seconds.values()) - before_s))
+
+
+def _scaled(calibration: Calibration, factor: float) -> Calibration:
+    """Whose steps take so many times as long."""
+    return replace(calibration, step_ms={name: factor * ms for name, ms in calibration.step_ms.items()})
 
 
 def _warm_up(llm: LLM) -> None:
@@ -197,7 +263,7 @@ def _warm_up(llm: LLM) -> None:
 
 
 HEADINGS = (
-    *("cell", "rate", "requests", "figure", "predicted", "measured", "runs", "off", "within", ""),
+    *("cell", "rate", "requests", "figure", "predicted", "scaled", "measured", "runs", "off", "within", ""),
     *("hits p / m", "load"),
 )
 
@@ -210,21 +276,32 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
         hits = "-" if row.counted.hit_rate is None else f"{100 * row.counted.hit_rate:.0f} %"
         about = row.cell.name, f"{row.rate:.2f}/s", str(row.measured[0].num_requests)
         after = f"{100 * row.predicted.hit_rate:.0f} % / {hits}", f"{row.load:.1f}"
-        for number, (figure, (predicted, measured, most)) in enumerate(row.figures.items()):
+        figures = zip(row.figures.items(), _figures_of(row.scaled), strict=True)
+        for number, ((figure, (predicted, measured, most)), scaled) in enumerate(figures):
             off = row.off(figure)
             table.add_row(
                 *(about if number == 0 else ("", "", "")),
                 figure,
                 f"{predicted:.1f}",
+                f"{scaled:.1f}",
                 f"{statistics.median(measured):.1f}",
                 f"{100 * row.apart(figure):.0f} %",
                 f"{100 * off:+.1f} %",
                 f"{100 * most:.0f} %",
                 verdict(abs(off), most),
                 *(after if number == 0 else ("", "")),
-                end_section=number == 2,
             )
+        predicted_s, measured_s = (statistics.median(each) for each in zip(*map(_seconds_of, row.steps), strict=True))
+        table.add_row(
+            *("", "", "", "seconds of steps", f"{predicted_s:.2f}", "", f"{measured_s:.2f}", ""),
+            *(f"{100 * row.steps_off:+.1f} %", "", "", "", ""),
+            end_section=True,
+        )
     return table
+
+
+def _seconds_of(steps: Steps) -> tuple[float, float]:
+    return steps.predicted_s, steps.measured_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -248,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     console.print(table_of(rows, title))
     met = sum(row.is_met for row in rows)
-    console.print(f"all targets met in {met} of {len(rows)} cells")
+    near = sum(row.is_within_runs for row in rows)
+    console.print(f"all targets met in {met} of {len(rows)} cells, or missed by less than the runs are apart in {near}")
     save(
         args.json, {"title": title, "calibration": asdict(args.measured), "cells": [cell_figures(row) for row in rows]}
     )
@@ -257,7 +335,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def cell_figures(row: Row) -> dict[str, object]:
     figures = {name: {"predicted": p, "measured": m} for name, (p, m, _) in row.figures.items()}
-    return {"cell": row.cell.name, "rate": row.rate, "load": row.load, "is_met": row.is_met, **figures}
+    about = {"cell": row.cell.name, "rate": row.rate, "load": row.load, "is_met": row.is_met}
+    of_steps = {"steps": [asdict(each) for each in row.steps], "scaled": _figures_of(row.scaled)}
+    return {**about, "is_within_runs": row.is_within_runs, **of_steps, **figures}
 
 
 def calibration_of(made: Fixture, args: argparse.Namespace) -> Calibration:

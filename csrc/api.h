@@ -116,7 +116,8 @@ struct TeamStats {
 // The operators that a program (loraplex/kernels/native/program.py) is made of, as `name` of Operator there.
 enum Operator : int32_t {
   kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kScaleInput,
-  kSumRanks, kLayerNorm, kAddScaled, kGelu, kExperts, kAddGated, kOperators
+  kSumRanks, kLayerNorm, kAddScaled, kGelu, kExperts, kAddGated, kRmsNormRanks,
+  kOperators
 };
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.

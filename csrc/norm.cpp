@@ -1,10 +1,12 @@
-// RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, row by row; layer norm: the same of x - mean(x), and a bias.
+// RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, row by row; layer norm: the same of x - mean(x), and a bias. The
+// mean may be over all ranks' parts of a row: then their sums of squares are added in the order of ranks.
 //
 // A sum is four chains of Vec16, the 16 elements at k going to chain (k / 16) mod 4: the same bits for
 // every width of a vector and number of threads.
 #include <cmath>
 
 #include "api.h"
+#include "operators.h"
 #include "rows.h"
 #include "vec.h"
 
@@ -15,7 +17,7 @@ constexpr long kChains = 4;  // an FMA takes 4 cycles
 
 // at(k, count) gives 16 elements of the row, of which `count` are real and the others 0.
 template <class At>
-float inverse_rms(long size, float eps, At at) {
+float sum_squares(long size, At at) {
   Vec16 sum[kChains] = {zero(), zero(), zero(), zero()};
   long k = 0;
   for (; k + 16 * kChains <= size; k += 16 * kChains)
@@ -30,7 +32,12 @@ float inverse_rms(long size, float eps, At at) {
     const Vec16 v = at(k + 16 * c, size - k - 16 * c);
     sum[c] = fma(v, v, sum[c]);
   }
-  return 1.f / std::sqrt(sum_lanes(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / (float)size + eps);
+  return sum_lanes(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+}
+
+template <class At>
+float inverse_rms(long size, float eps, At at) {
+  return 1.f / std::sqrt(sum_squares(size, at) / (float)size + eps);
 }
 
 float row_sum(const float* x, long size) {
@@ -73,6 +80,21 @@ LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_
     const float* row = x + r / inner * outer_stride + r % inner * inner_stride;
     const float factor = inverse_rms(size, eps, [=](long k, long count) { return load_first(row + k, count); });
     scale_row(row, weight, factor, size, y + r * size);
+  });
+}
+
+// Of rows of which each rank has `size` entries; sums [rows] is scratch; y [rows, size] is dense.
+LORAPLEX_API void loraplex_rms_norm_ranks(RankBoard* board, const float* x, int64_t x_stride, int64_t rows,
+                                          int64_t size, const float* weight, float eps, float* sums, float* y,
+                                          int32_t threads) {
+  for_rows(rows, rows * size, threads, [=](long r) {
+    const float* row = x + r * x_stride;
+    sums[r] = sum_squares(size, [=](long k, long count) { return load_first(row + k, count); });
+  });
+  loraplex_sum_ranks(board, sums, rows);
+  const float width = float(size) * float(board->size);
+  for_rows(rows, rows * size, threads, [=](long r) {
+    scale_row(x + r * x_stride, weight, 1.f / std::sqrt(sums[r] / width + eps), size, y + r * size);
   });
 }
 

@@ -17,6 +17,9 @@ LORAPLEX_API void loraplex_scale_input(const loraplex::LoraTable* table, const l
 LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_t inner, int64_t inner_stride,
                                     int64_t rows, int64_t size, const float* weight, float eps, float* y,
                                     int32_t threads);
+LORAPLEX_API void loraplex_rms_norm_ranks(loraplex::RankBoard* board, const float* x, int64_t x_stride, int64_t rows,
+                                          int64_t size, const float* weight, float eps, float* sums, float* y,
+                                          int32_t threads);
 LORAPLEX_API void loraplex_add_rms_norm(float* x, int64_t x_stride, float* residual, int64_t residual_stride,
                                         int64_t rows, int64_t size, const float* weight, float eps, float scale,
                                         int32_t threads);

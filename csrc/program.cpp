@@ -54,6 +54,9 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
                               out(3), out(4));
     case kAddGated:  // x, gate, y; their strides, size
       return loraplex_add_gated(in(0), size[0], in(1), size[1], step.rows, size[3], out(2), size[2], threads);
+    case kRmsNormRanks:  // board, x, weight, scratch of a float a row, y; stride, size
+      return loraplex_rms_norm_ranks((RankBoard*)at[0], in(1), size[0], step.rows, size[1], in(2), eps, out(3), out(4),
+                                     threads);
   }
 }
 

@@ -345,7 +345,8 @@ class ShardKind(enum.StrEnum):
 class LoraSlice:
     """One module of the checkpoint inside a (fused) linear: PEFT name and output columns [out_offset, +out_features).
 
-    Sizes are this shard's; `full_out_features` is the checkpoint's.
+    Sizes are this shard's; `full_out_features` is the checkpoint's. parts: (full, this shard's) outputs of each linear
+    of a module that the checkpoint has as one (qkv_proj of phi3), under one another; empty: it is one linear.
     """
 
     module_name: str
@@ -353,6 +354,7 @@ class LoraSlice:
     out_features: int
     full_out_features: int
     has_bias: bool = False
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

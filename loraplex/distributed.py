@@ -10,6 +10,10 @@ ranks).
     row           A cut like the input, B replicated                  y_i = x_i (B A_i)^T        sum over ranks = y
                   bias only on rank 0, or the sum would count it `size` times
     replicated    nothing is cut
+    norm          nothing is cut but of a norm whose width is cut: its weight, like the heads that it is over
+
+A module of the checkpoint may be several linears under one another (`LoraSlice.parts`: q, k and v, or gate and up).
+Then each of them is cut by the rule, and a shard's outputs are its parts of all of them under one another.
 
 Where a target is fully sharded, no rank has all of A or of B, and ranks exchange something between the two products:
 
@@ -42,7 +46,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from loraplex.core import LoraTarget, Shard, ShardKind
+from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """A rank that is silent for so long within a step is lost."""
@@ -68,6 +72,24 @@ def shard_rows(full: torch.Tensor, num_rows: int, shard: Shard) -> torch.Tensor:
     return full[start:end]
 
 
+def own_rows(s: LoraSlice, shard: Shard) -> tuple[slice, ...]:
+    """Which of a slice's rows in the checkpoint are this shard's: one stretch, or one of each linear in it."""
+    stretches, first = [], 0
+    for full, here in s.parts or ((s.full_out_features, s.out_features),):
+        start, end = (0, full) if here == full else _part(full, here, shard)
+        stretches.append(slice(first + start, first + end))
+        first += full
+    return tuple(stretches)
+
+
+def shard_outputs(full: torch.Tensor, s: LoraSlice, shard: Shard) -> torch.Tensor:
+    """This shard's rows of `full` [full_out_features, ...] of one slice: a view, or of several linears a copy."""
+    if s.out_features == s.full_out_features:
+        return full
+    stretches = [full[rows] for rows in own_rows(s, shard)]
+    return stretches[0] if len(stretches) == 1 else torch.cat(stretches)
+
+
 def shard_columns(full: torch.Tensor, num_columns: int, shard: Shard) -> torch.Tensor:
     """This shard's `num_columns` columns of `full` [rows, columns], as a view; all of them: `full` itself."""
     if num_columns == full.size(1):
@@ -85,7 +107,7 @@ def shard_lora_a(target: LoraTarget, slice_index: int, a: torch.Tensor) -> torch
 def shard_lora_b(target: LoraTarget, slice_index: int, b: torch.Tensor) -> torch.Tensor:
     """This shard's B [out_features, rank] of the checkpoint's B [full_out_features, rank]."""
     _expect(target, slice_index, "lora_b", b.size(0), target.slices[slice_index].full_out_features)
-    return shard_rows(b, target.slices[slice_index].out_features, target.shard)
+    return shard_outputs(b, target.slices[slice_index], target.shard)
 
 
 def shard_lora(
@@ -109,11 +131,12 @@ def shard_lora(
 
 
 def _own_ranks(target: LoraTarget, slice_index: int, rank: int, num_blocks: int) -> tuple[int, int] | None:
-    """Which of the rank the shard's outputs, or inputs, have to do with. None: with more than its blocks."""
+    """Which of the rank the shard's outputs, or inputs, have to do with. None: with more than its blocks, or with
+    parts of several linears."""
     s = target.slices[slice_index]
     is_row = target.kind is ShardKind.ROW
     full, here = (target.full_in_features, target.in_features) if is_row else (s.full_out_features, s.out_features)
-    if num_blocks == 1 or here == full:
+    if num_blocks == 1 or here == full or s.parts:
         return None
     width = full // num_blocks
     start, end = _part(full, here, target.shard)
@@ -127,13 +150,13 @@ def shard_bias(target: LoraTarget, slice_index: int, bias: torch.Tensor) -> torc
     _expect(target, slice_index, "bias", bias.size(0), target.slices[slice_index].full_out_features)
     if target.kind is ShardKind.ROW and target.shard.rank > 0:
         return None
-    return shard_rows(bias, target.slices[slice_index].out_features, target.shard)
+    return shard_outputs(bias, target.slices[slice_index], target.shard)
 
 
 def shard_gain(target: LoraTarget, slice_index: int, gain: torch.Tensor) -> torch.Tensor:
     """This shard's gain [out_features] of the checkpoint's [full_out_features]."""
     _expect(target, slice_index, "the gain", gain.size(0), target.slices[slice_index].full_out_features)
-    return shard_rows(gain, target.slices[slice_index].out_features, target.shard)
+    return shard_outputs(gain, target.slices[slice_index], target.shard)
 
 
 def shard_input_gain(target: LoraTarget, slice_index: int, input_gain: torch.Tensor) -> torch.Tensor:
@@ -148,14 +171,14 @@ def shard_weight(target: LoraTarget, slice_index: int, weight: torch.Tensor) -> 
     s = target.slices[slice_index]
     if target.kind is ShardKind.NORM:
         _expect(target, slice_index, "the weight", weight.size(0), s.full_out_features)
-        return weight
+        return shard_outputs(weight, s, target.shard)
     if not target.is_linear:
         hidden_size = s.full_out_features if target.kind is ShardKind.EMBEDDING else target.full_in_features
         _expect(target, slice_index, "the weight", weight.size(1), hidden_size)
         return weight
     _expect(target, slice_index, "the weight", weight.size(0), s.full_out_features)
     _expect(target, slice_index, "the weight", weight.size(1), target.full_in_features)
-    return shard_columns(shard_rows(weight, s.out_features, target.shard), target.in_features, target.shard)
+    return shard_columns(shard_outputs(weight, s, target.shard), target.in_features, target.shard)
 
 
 def shard_token_rows(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.distributed import (
     NO_TOKEN,
+    own_rows,
     shard_bias,
     shard_columns,
     shard_lora,
@@ -76,6 +77,31 @@ def test_qkv_is_cut_by_heads_and_scarce_kv_heads_are_replicated(size: int, heads
             own = out[index][0] // head_dim
             first = shard.rank * num_heads // size  # the heads whose group this rank's q heads belong to
             torch.testing.assert_close(part.view(TOKENS, own, head_dim), whole[:, first : first + own])
+
+
+@SIZES
+@pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
+def test_several_linears_in_one_module_are_cut_one_by_one(size: int, is_full: bool) -> None:
+    """q, k and v of 8, 2 and 2 heads, fused in the checkpoint: a rank's outputs are its parts of each."""
+    x, a, b, bias = draw(TOKENS, IN), draw(RANK, IN), draw(36, RANK), draw(36)
+    whole, own = x @ a.T @ b.T + bias, ((24, 24 // size), *(2 * [(6, 6 // min(size, 2))]))
+    here = sum(each for _, each in own)
+    cut, biases, targets = [], [], []
+    for shard in shards(size):
+        target = target_of(ShardKind.COLUMN, shard, [(here, 36)])
+        target = replace(target, slices=(replace(target.slices[0], parts=own),), is_fully_sharded=is_full)
+        targets.append(target)
+        cut.append(shard_lora(target, 0, a, b, 1, 4))
+        biases.append(shard_bias(target, 0, bias))
+    h = torch.cat([x @ own_a.T for own_a, _, is_exchanged in cut if is_exchanged] or [x @ a.T], dim=1)
+    for rank, ((_, own_b, is_exchanged), own_bias, target) in enumerate(zip(cut, biases, targets, strict=True)):
+        assert is_exchanged == (is_full and size > 1)
+        places = [range(36)[rows] for rows in own_rows(target.slices[0], target.shard)]
+        assert [len(each) for each in places] == [each for _, each in own]
+        first = rank * min(size, 2) // size  # the k and v head of this rank's q heads
+        assert [each.start for each in places] == [rank * own[0][1], 24 + first * own[1][1], 30 + first * own[2][1]]
+        columns = [column for each in places for column in each]
+        torch.testing.assert_close(h @ own_b.T + own_bias, whole[:, columns])
 
 
 @SIZES

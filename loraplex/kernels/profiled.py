@@ -26,6 +26,7 @@ PART_OF = {
     "experts": "gemm",
     "add_gated": "glue",
     "sum_ranks": "glue",
+    "rms_norm_ranks": "glue",
 }
 """Operator of a step -> part of the profile (loraplex/performance/profiler.py)."""
 

@@ -74,6 +74,10 @@ class LayerOps(Protocol):
         """`ranks.sum`, as an operator of a layer; `part` may be overwritten."""
         ...
 
+    def rms_norm_ranks(self, x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: RankGroup) -> torch.Tensor:
+        """x / sqrt(m + eps) * weight of rows of which each rank has x [T, n]: m is the mean of x^2 over all ranks'."""
+        ...
+
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """The dtype of x, y, biases, norms and angles in a model whose weights have `weight_dtype`."""
         ...

@@ -279,6 +279,12 @@ class StockWeights:
     def sum_ranks(self, part: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
         return ranks.sum(part)
 
+    def rms_norm_ranks(self, x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: RankGroup) -> torch.Tensor:
+        wide = x.to(_accumulator(x.dtype))
+        squares = ranks.sum(wide.pow(2).sum(-1, keepdim=True))
+        normed = wide * torch.rsqrt(squares / (ranks.shard.size * x.shape[-1]) + eps)
+        return weight * normed.to(x.dtype)
+
     def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
         return experts(cast(ProductOps, self), x, logits, layer, lora)
 

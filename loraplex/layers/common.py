@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
-from loraplex.distributed import ONE_RANK, RankGroup
+from loraplex.distributed import ONE_RANK, RankGroup, shard_outputs
 from loraplex.errors import ModelWeightError
 from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.protocols import LayerOps
@@ -49,13 +49,15 @@ CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64
 class WeightPart:
     """One tensor of the checkpoint, by name and shape, and the memory of a layer that this rank's share of it fills.
 
-    `cut` takes the share out of the checkpoint's tensor as a view, so that loading copies each number once.
+    `cut` takes the share out of the checkpoint's tensor as a view, so that loading copies each number once; but of a
+    tensor that is several linears, of which a share has some `rows` each, it is a copy.
     """
 
     name: str
     shape: tuple[int, ...]
     destination: Tensor
     cut: Callable[[Tensor], Tensor]
+    rows: tuple[slice, ...] = ()
 
     def load(self, tensor: Tensor) -> None:
         """Copy (and convert) this rank's share. ModelWeightError names the tensor and both shapes."""
@@ -292,6 +294,7 @@ class RMSNorm:
 
     def over(self, weight: Tensor) -> RMSNorm:
         """This norm with another weight, as files have it."""
+        assert weight.shape == self.weight.shape, f"{self.name}: of a rank's part"
         other = copy.copy(self)
         other.weight = self._added(weight).to(self.weight.dtype)
         return other
@@ -313,6 +316,41 @@ class RMSNorm:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         self.weight = tensors["weight"]
+
+
+class ParallelRMSNorm(RMSNorm):
+    """An RMS norm over a width of which each rank has a part: y_i = weight_i * (x_i / sqrt(m + eps)), where m is the
+    sum of all ranks' x_i^2 over the number of their entries.
+
+    Neighbours may have the same part (k heads that are fewer than ranks): each part is there equally often, so the mean
+    is the same.
+    """
+
+    def __init__(self, name: str, full_size: int, size: int, eps: float, setup: LayerSetup, layer: int) -> None:
+        super().__init__(name, size, eps, setup, layer)
+        slices = (LoraSlice(name, 0, size, full_size),)
+        self.target = replace(self.target, full_in_features=full_size, slices=slices)
+        self.ranks = setup.ranks
+
+    def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
+        return self.forward_with(self.weight, x)
+
+    def forward_add(
+        self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        total = self.ops.add_scaled(x, residual, scale)
+        return self.forward(total), total
+
+    def forward_with(self, weight: Tensor, x: Tensor) -> Tensor:
+        """weight: this rank's part of one. Every rank has to call it."""
+        return self.ops.rms_norm_ranks(x, weight, self.eps, self.ranks)
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        s = self.target.slices[0]
+        yield WeightPart(
+            *(f"{self.name}.weight", (s.full_out_features,), self.weight),
+            lambda tensor: shard_outputs(tensor, s, self.target.shard),
+        )
 
 
 class LayerNorm(RMSNorm):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
-from loraplex.distributed import shard_bias, shard_columns, shard_rows
+from loraplex.distributed import own_rows, shard_bias, shard_columns, shard_outputs, shard_rows
 from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.protocols import LinearWeight
 from loraplex.kernels.quantized_weights import QuantizedSpecification
@@ -89,7 +89,8 @@ class ParallelLinear:
     def weight_parts(self) -> Iterator[WeightPart]:
         for index, s in enumerate(self.target.slices):
             full = (s.full_out_features, self.target.full_in_features)
-            yield WeightPart(f"{s.module_name}.weight", full, self._rows_of(self.weight, s), self._weight_cut(s))
+            rows = own_rows(s, self.target.shard) if s.parts else ()
+            yield WeightPart(f"{s.module_name}.weight", full, self._rows_of(self.weight, s), self._weight_cut(s), rows)
             if self.bias is not None:
                 yield self._bias_part(index, s, self.bias)
 
@@ -135,8 +136,7 @@ class ParallelLinear:
         target = self.target
 
         def cut(tensor: Tensor) -> Tensor:
-            rows = shard_rows(tensor, s.out_features, target.shard)
-            return shard_columns(rows, target.in_features, target.shard)
+            return shard_columns(shard_outputs(tensor, s, target.shard), target.in_features, target.shard)
 
         return cut
 
@@ -161,19 +161,25 @@ class ReplicatedLinear(ParallelLinear):
         super().__init__(target, has_bias, replace(setup, quantization=None))
 
 
-class ColumnParallelLinear(ParallelLinear):
-    """One linear, its output cut over the ranks."""
+class FusedColumnParallelLinear(ParallelLinear):
+    """Several linears that are one module of the checkpoint, the output of each cut over the ranks.
+
+    counts: heads of `width` features of each, in the order of the module's rows; dealt out as kv heads are.
+    """
 
     def __init__(
         self,
         name: str,
         layer: int,
         in_features: int,
-        out_features: int,
+        counts: Sequence[int],
+        width: int,
         has_bias: bool,
         setup: LayerSetup,
     ) -> None:
-        slices = stack_slices([(name, out_features)], [_share(out_features, setup.shard)], has_bias)
+        parts = [(width * count, width * kv_heads_of_shard(count, setup.shard)) for count in counts]
+        full, here = (sum(each) for each in zip(*parts, strict=True))
+        slices = (LoraSlice(name, 0, here, full, has_bias, tuple(parts)),)
         target = LoraTarget(name, layer, in_features, in_features, slices, ShardKind.COLUMN, setup.shard)
         super().__init__(target, has_bias, setup)
 

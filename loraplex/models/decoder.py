@@ -36,6 +36,7 @@ from loraplex.layers.common import (
     Attention,
     LayerNorm,
     LayerSetup,
+    ParallelRMSNorm,
     RMSNorm,
     Rope,
     RotaryEmbedding,
@@ -44,7 +45,7 @@ from loraplex.layers.common import (
 )
 from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
 from loraplex.layers.linear import (
-    ColumnParallelLinear,
+    FusedColumnParallelLinear,
     MergedColumnParallelLinear,
     ParallelLinear,
     ParallelLMHead,
@@ -109,6 +110,7 @@ class SelfAttention:
         qkv = _qkv_linear(name, layer, config, setup)
         o = RowParallelLinear(f"{name}.o_proj", layer, num_heads * head_dim, config.hidden_size, config.o_bias, setup)
         self.qkv_proj, self.o_proj = linears.add(qkv), linears.add(o)
+        full_heads = num_heads, config.num_key_value_heads
         kv_heads = kv_heads_of_shard(config.num_key_value_heads, setup.shard)
         self.head_counts = [num_heads // setup.shard.size, kv_heads, kv_heads]
         self.is_norm_of_width = config.family.qk_norm == "width"
@@ -116,10 +118,8 @@ class SelfAttention:
         self.k_norm: Norm | None = None
         if config.family.qk_norm:
             q_norm, k_norm = (
-                _norm(
-                    f"{name}.{each}_norm", count * head_dim if self.is_norm_of_width else head_dim, layer, config, setup
-                )
-                for each, count in zip("qk", self.head_counts, strict=False)
+                _qk_norm(f"{name}.{each}_norm", full, here, layer, config, setup)
+                for each, full, here in zip("qk", full_heads, self.head_counts, strict=False)
             )
             self.q_norm, self.k_norm = linears.add_norm(q_norm), linears.add_norm(k_norm)
         self.attention = Attention(
@@ -152,8 +152,8 @@ class SelfAttention:
 def _qkv_linear(name: str, layer: int, config: ModelConfig, setup: LayerSetup) -> ParallelLinear:
     hidden_size, num_heads, num_kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     if config.family.is_qkv_fused:
-        width = (num_heads + 2 * num_kv_heads) * config.head_dim
-        return ColumnParallelLinear(f"{name}.qkv_proj", layer, hidden_size, width, config.qkv_bias, setup)
+        fused = f"{name}.qkv_proj", layer, hidden_size, (num_heads, num_kv_heads, num_kv_heads), config.head_dim
+        return FusedColumnParallelLinear(*fused, config.qkv_bias, setup)
     modules = f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"
     return QKVParallelLinear(
         *(f"{name}.qkv_proj", layer, hidden_size, config.head_dim, num_heads, num_kv_heads),
@@ -176,6 +176,14 @@ def _norm(name: str, size: int, layer: int, config: ModelConfig, setup: LayerSet
     return RMSNorm(name, size, eps, setup, layer, family.norm_offset)
 
 
+def _qk_norm(name: str, num_heads: int, here: int, layer: int, config: ModelConfig, setup: LayerSetup) -> RMSNorm:
+    """Over each head, or over all of them, of which this rank has some."""
+    head_dim = config.head_dim
+    if config.family.qk_norm == "head" or setup.shard.size == 1:
+        return _norm(name, head_dim if config.family.qk_norm == "head" else num_heads * head_dim, layer, config, setup)
+    return ParallelRMSNorm(name, num_heads * head_dim, here * head_dim, config.rms_norm_eps, setup, layer)
+
+
 class MLP:
     """x -> down(act(gate(x)) * up(x)), or where the family has no gate down(act(up(x)))"""
 
@@ -185,12 +193,11 @@ class MLP:
         has_bias, family = config.mlp_bias, config.family
         gate, up, down = (f"{name}.{each}" if each else "" for each in family.mlp_modules)
         modules = [(gate, inner), (up, inner)] if family.is_gated else [(up, inner)]
-        fused = f"{name}.gate_up_proj"
+        about = f"{name}.gate_up_proj" if family.is_gated else up, layer, config.hidden_size
         if family.is_gate_up_fused:
-            modules = [(fused, 2 * inner)]
-        first = MergedColumnParallelLinear(
-            fused if family.is_gated else up, layer, config.hidden_size, modules, has_bias, setup
-        )
+            first: ParallelLinear = FusedColumnParallelLinear(*about, (inner, inner), 1, has_bias, setup)
+        else:
+            first = MergedColumnParallelLinear(*about, modules, has_bias, setup)
         last = RowParallelLinear(down, layer, inner, config.hidden_size, has_bias, setup)
         self.gate_up_proj, self.down_proj = linears.add(first), linears.add(last)
         self.activation, self.is_gated = config.activation, family.is_gated

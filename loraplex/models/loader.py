@@ -21,6 +21,7 @@ from loraplex.config import EngineConfig
 from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ConfigError, ModelWeightError
 from loraplex.kernels.protocols import KernelBackend, LayerOps
+from loraplex.kernels.quantized_weights import QuantizedSpecification
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.layers.linear import ParallelLinear
 from loraplex.models.checkpoints.files import CheckpointFiles, open_files
@@ -263,13 +264,13 @@ class Checkpoint:
         part.load(tensor if self._merged is None else self._merged.changed(part.name, tensor))
 
     def _load_integers(self, linear: ParallelLinear, files: CheckpointFiles, counted: _Counted) -> None:
-        kept = []
+        kept: list[QuantizedSpecification] = []
         for part in linear.weight_parts():
             stored = files.stored(part.name, part.shape)
             if stored is None:
                 self._load(part, files)
             else:
-                kept.append(Share.of(part).cut(stored.integers()))
+                kept.extend(Share.of(part).cut(stored.integers()))
             counted.add(part)
         linear.load_integers(with_activations(stacked(kept, linear.device), self._activation_bits))
 

@@ -8,10 +8,7 @@ from loraplex.models.config import ModelConfig
 
 def check_shares(config: ModelConfig, num_ranks: int, is_fully_sharded: bool) -> None:
     """ModelConfigError for a model that `num_ranks` ranks cannot share evenly."""
-    kv_heads, family = config.num_key_value_heads, config.family
-    if num_ranks > 1 and (family.qk_norm == "width" or family.is_qkv_fused or family.is_gate_up_fused):
-        reason = "norms over all heads" if family.qk_norm == "width" else "linears that are fused in the checkpoint"
-        raise ModelConfigError(f"a model of {config.model_type} has {reason}: set tensor_parallel_size to 1")
+    kv_heads = config.num_key_value_heads
     sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
     sizes |= {"vocab_size": config.vocab_size}
     for experts in filter(None, config.experts):

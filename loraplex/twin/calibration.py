@@ -17,7 +17,7 @@ from loraplex.kernels.slices import align
 from loraplex.twin.files import read_bounded
 from loraplex.twin.step_model import FEATURES, StepModel
 
-FORMAT = 3
+FORMAT = 4
 """Of the file. Another one is refused."""
 
 MAX_FILE_BYTES = 2**20

@@ -78,8 +78,7 @@ class Times:
         """A step of `num_rows` decodes, each through an adapter of its own."""
         known = self._of_batch.get(num_rows)
         if known is None:
-            ranks = num_rows * self._rank
-            work = StepWork(num_rows, num_rows, num_rows * self._context, 0, num_rows, ranks, ranks)
+            work = StepWork(num_rows, num_rows, num_rows * self._context, 0, ((self._rank, 1),) * num_rows)
             known = self._of_batch[num_rows] = 1e-3 * self._model.ms(work)
         return known
 
@@ -90,9 +89,9 @@ class Times:
         key = -(num_rows * (1 << 24) + num_tokens) - 1
         known = self._of_batch.get(key)
         if known is None:
-            rows, tokens = num_rows + 1, num_rows + num_tokens
             kv = num_tokens * (num_tokens + 1) // 2
-            work = StepWork(tokens, rows, num_rows * self._context, kv, rows, rows * self._rank, tokens * self._rank)
+            adapters = ((self._rank, num_tokens), *((self._rank, 1),) * num_rows)
+            work = StepWork(num_rows + num_tokens, num_rows + 1, num_rows * self._context, kv, adapters)
             known = self._of_batch[key] = 1e-3 * self._model.ms(work)
         return known
 

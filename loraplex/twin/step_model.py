@@ -5,7 +5,9 @@
 Features are counts of the plan alone: a constant; tokens; drawn rows; KV that attention reads; distinct adapters, their
 ranks, and the tokens that go through them. Reading weights hides the first rows of a step, and large products run
 better than small ones: so tokens and rows are there as straight lines, as what is above a bound and as what is below
-it, and their sum can bend either way. It never falls with more work.
+it, and their sum can bend either way. The tokens of each adapter are there as a line and as what is below a bound: one
+line through decodes, of which an adapter has a token or two, and prompts of hundreds would make prompts too dear and
+take it off the base's. The sum never falls with more work.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ ABOVE_TOKENS = (4, 16, 64, 256)
 BELOW_TOKENS = (4, 16, 64, 256)
 ABOVE_ROWS = (8,)
 BELOW_ROWS = (8,)
+BELOW_ADAPTER_TOKENS = (4, 16, 64)
 
 FEATURES = (
     "steps",
@@ -39,6 +42,7 @@ FEATURES = (
     "KV tokens of prompts",
     "adapters",
     "ranks",
+    *(f"tokens x rank below {bound}" for bound in BELOW_ADAPTER_TOKENS),
     "tokens x rank",
 )
 """In the order of the coefficients."""
@@ -60,23 +64,20 @@ class StepWork(NamedTuple):
     """A step in numbers.
 
     num_rows: sequences that draw a token. num_decode_kv: of sequences that run one token, the tokens before it;
-    num_prompt_kv: of the others, for each of their tokens those before it. sum_ranks: of the distinct adapters.
-    rank_tokens: for each token the rank of its adapter, summed.
+    num_prompt_kv: of the others, for each of their tokens those before it. adapters: rank and tokens of each.
     """
 
     num_tokens: int
     num_rows: int
     num_decode_kv: int
     num_prompt_kv: int
-    num_adapters: int
-    sum_ranks: int
-    rank_tokens: int
+    adapters: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, plan: SchedulePlan, rank_of: Mapping[int, int]) -> StepWork:
         """rank_of: by adapter id."""
-        num_tokens = num_rows = num_decode_kv = num_prompt_kv = rank_tokens = 0
-        adapter_ids: set[int] = set()
+        num_tokens = num_rows = num_decode_kv = num_prompt_kv = 0
+        tokens_of: dict[int, int] = {}
         for sequence in plan.sequences:
             count = sequence.num_tokens
             num_tokens += count
@@ -86,10 +87,9 @@ class StepWork(NamedTuple):
             else:
                 num_prompt_kv += count * sequence.start + count * (count + 1) // 2
             for adapter_id in sequence.state.request.adapter_ids:
-                adapter_ids.add(adapter_id)
-                rank_tokens += count * rank_of[adapter_id]
-        sum_ranks = sum(rank_of[adapter_id] for adapter_id in adapter_ids)
-        return cls(num_tokens, num_rows, num_decode_kv, num_prompt_kv, len(adapter_ids), sum_ranks, rank_tokens)
+                tokens_of[adapter_id] = tokens_of.get(adapter_id, 0) + count
+        adapters = tuple((rank_of[adapter_id], count) for adapter_id, count in tokens_of.items())
+        return cls(num_tokens, num_rows, num_decode_kv, num_prompt_kv, adapters)
 
     def features(self) -> tuple[float, ...]:
         """In the order of FEATURES."""
@@ -104,9 +104,10 @@ class StepWork(NamedTuple):
             *(min(rows, bound) for bound in BELOW_ROWS),
             self.num_decode_kv,
             self.num_prompt_kv,
-            self.num_adapters,
-            self.sum_ranks,
-            self.rank_tokens,
+            len(self.adapters),
+            sum(rank for rank, _ in self.adapters),
+            *(sum(rank * min(count, bound) for rank, count in self.adapters) for bound in BELOW_ADAPTER_TOKENS),
+            sum(rank * count for rank, count in self.adapters),
         )
 
 

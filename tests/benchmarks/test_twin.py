@@ -56,9 +56,11 @@ def test_targets(tokens_per_s: float, p50: float, p99: float, failed: int, is_me
     predicted = replace(made, tokens_per_s=tokens_per_s, first_token_s=Spread(p50=p50, p99=p99))
     first = MeasuredSpread(0.2, 0.2, 0.3, 0.5, 0.6)
     measured = Summary(20, failed, 10.0, 100.0, first, first, first, ())
-    row = twin.Row(twin.CELLS[1], 2.0, predicted, (measured,), Counters(3, 1), 0.1)
-    assert row.is_met is is_met
-    assert twin.table_of([row], "title").row_count == 3
+    steps = twin.Steps(9, 1.1, 1.0)
+    row = twin.Row(twin.CELLS[1], 2.0, predicted, predicted, (measured,), (steps,), Counters(3, 1), 0.1)
+    assert row.is_met is row.is_within_runs is is_met, "one run is no spread"
+    assert row.steps_off == pytest.approx(0.1)
+    assert twin.table_of([row], "title").row_count == 4
     assert twin.cell_figures(row)["is_met"] is is_met
 
 
@@ -69,8 +71,14 @@ def test_the_median_of_the_runs_counts() -> None:
     for factor in (0.5, 1.0, 1.1):
         first = MeasuredSpread(0.2, 0.2 * factor, 0.3, 0.5 * factor, 0.6)
         runs.append(Summary(20, 0, 10.0, 100.0 * factor, first, first, first, ()))
-    row = twin.Row(twin.CELLS[1], 2.0, predicted, tuple(runs), Counters(3, 1), 0.1)
+    steps = tuple(twin.Steps(9, predicted_s, 1.0) for predicted_s in (1.0, 0.9, 1.3))
+    row = twin.Row(twin.CELLS[1], 2.0, predicted, predicted, tuple(runs), steps, Counters(3, 1), 0.1)
     assert row.is_met
+    assert row.steps_off == 0
+    further = replace(row, predicted=replace(predicted, tokens_per_s=140.0))
+    assert not further.is_met
+    assert further.is_within_runs, "the runs are further apart than that"
+    assert not replace(row, predicted=replace(predicted, tokens_per_s=170.0)).is_within_runs
     assert {figure: round(row.apart(figure), 3) for figure in row.figures} == dict.fromkeys(row.figures, 0.6)
 
 

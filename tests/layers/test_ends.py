@@ -14,7 +14,7 @@ from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.slices import SliceWeights
 from loraplex.layers.common import LayerSetup, RMSNorm
 from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
-from loraplex.layers.linear import ColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding
+from loraplex.layers.linear import FusedColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding
 from loraplex.layers.lora import with_lora
 from loraplex.memory.weights.own_packing import OwnPacking
 from tests.kernels.cases import BACKENDS, same_bits
@@ -176,7 +176,7 @@ def test_norms_of_adapters_own(backend: KernelBackend) -> None:
 def test_a_linear_of_an_adapters_own_has_its_own_bias(backend: KernelBackend) -> None:
     """The base's is not in its product."""
     setup = LayerSetup(backend, torch.float32, CPU)
-    base = ColumnParallelLinear("linear", 0, HIDDEN, 40, has_bias=True, setup=setup)
+    base = FusedColumnParallelLinear("linear", 0, HIDDEN, [40], 1, has_bias=True, setup=setup)
     base.allocate()
     base.weight.copy_(draw(40, HIDDEN))
     assert base.bias is not None

@@ -14,7 +14,7 @@ from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.layers.common import LayerSetup, WeightPart
 from loraplex.layers.linear import (
-    ColumnParallelLinear,
+    FusedColumnParallelLinear,
     MergedColumnParallelLinear,
     ParallelLinear,
     ParallelLMHead,
@@ -58,7 +58,9 @@ def whole_output(checkpoint: dict[str, Tensor], module: str, x: Tensor) -> Tenso
 
 def make(kind: str, setup: LayerSetup, has_bias: bool) -> ParallelLinear:
     if kind == "column":
-        return ColumnParallelLinear("c", 3, HIDDEN, 24, has_bias, setup)
+        return FusedColumnParallelLinear("c", 3, HIDDEN, [24], 1, has_bias, setup)
+    if kind == "fused":
+        return FusedColumnParallelLinear("f", 3, HIDDEN, (4, 2), 6, has_bias, setup)
     if kind == "merged":
         return MergedColumnParallelLinear("g", 3, HIDDEN, [("gate", 24), ("up", 40)], has_bias, setup)
     if kind == "row":
@@ -89,6 +91,20 @@ def test_column_shards_side_by_side_are_the_whole(kind: str, size: int, has_bias
         torch.testing.assert_close(torch.cat(columns[::copies], dim=1), whole)
         for i in range(0, size, copies):
             assert all(torch.equal(columns[i], columns[i + j]) for j in range(copies))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_shards_of_fused_linears_are_parts_of_each(size: int, has_bias: bool) -> None:
+    checkpoint = random_checkpoint(list(make("fused", setup_of(0, 1), has_bias).weight_parts()))
+    x = torch.randn(5, HIDDEN)
+    whole = whole_output(checkpoint, "f", x)
+    for rank in range(size):
+        layer = make("fused", setup_of(rank, size), has_bias)
+        fill(layer, checkpoint)
+        last = whole[:, 24:].chunk(min(size, 2), dim=1)[rank * min(size, 2) // size]  # neighbours have the same part
+        own = torch.cat([whole[:, :24].chunk(size, dim=1)[rank], last], dim=1)
+        torch.testing.assert_close(layer.forward(x), own)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -172,7 +188,7 @@ def test_native_weights_of_a_tied_head_are_there_once() -> None:
 
 def test_what_cannot_be_dealt_out_evenly_is_refused() -> None:
     with pytest.raises(ValueError, match="24 features or heads cannot be dealt out evenly to 5 ranks"):
-        make("column", setup_of(0, 5), False)
+        RowParallelLinear("r", 3, 24, HIDDEN, False, setup_of(0, 5))
     with pytest.raises(ValueError, match="3 features or heads"):
         QKVParallelLinear("a", 0, HIDDEN, HEAD_DIM, HEADS, 3, ("q", "k", "v"), False, setup_of(0, 4))
 

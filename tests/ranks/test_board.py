@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from loraplex.core import Shard
+from loraplex.distributed import RankGroup
 from loraplex.kernels.native import board as native_board
+from loraplex.kernels.native.backend import NativeBackend
+from loraplex.kernels.reference import ReferenceBackend
 from loraplex.ranks import board as file_board
 from tests.kernels.native.machine import ISAS, library_or_skip
 from tests.ranks.boards import file_boards, native_boards, together
@@ -66,6 +70,29 @@ def check_sums(make: Make, size: int, dtype: torch.dtype) -> None:
         for parts, (total, joined) in zip(cases, results, strict=True):
             assert torch.equal(total, in_order(parts))
             assert torch.equal(joined, torch.cat(list(parts), dim=1) if rank == 0 else parts[rank])
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("isa", ["file", *ISAS])
+def test_a_norm_over_all_ranks_parts_is_that_of_the_whole(isa: str, size: int, num_copies: int) -> None:
+    """Of rows with gaps between them; neighbours may have the same part. A row's bits depend on no other row."""
+    ops = ReferenceBackend() if isa == "file" else NativeBackend(library_or_skip(isa), 1)
+    num_ranks = size * num_copies
+    boards = native_boards(ops.library, num_ranks) if isinstance(ops, NativeBackend) else file_boards(num_ranks)
+    generator, eps = torch.Generator().manual_seed(size), 1e-3
+    x, weight = torch.randn(5, size * 37, generator=generator), torch.randn(size * 37, generator=generator)
+    want = ReferenceBackend().rms_norm(x.double(), weight.double(), eps)
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ranks = RankGroup(Shard(rank, num_ranks), boards[rank])
+        own, own_weight = x.chunk(size, 1)[rank // num_copies], weight.chunk(size)[rank // num_copies]
+        return ops.rms_norm_ranks(own, own_weight, eps, ranks), ops.rms_norm_ranks(own[3:4], own_weight, eps, ranks)
+
+    found = together(num_ranks, run)
+    whole = torch.cat([y for y, _ in found[::num_copies]], dim=1)
+    torch.testing.assert_close(whole.double(), want, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(y[3:4], alone) for y, alone in found)
 
 
 def test_a_part_may_be_a_view_with_gaps_or_nothing() -> None:

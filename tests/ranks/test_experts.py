@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 
 NUM_TOKENS = 24
 CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "block_size": 16}
-FAMILIES = ("mixtral", "qwen2_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "olmoe")
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])

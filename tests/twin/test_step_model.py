@@ -39,18 +39,21 @@ def works(seed: int, count: int) -> list[StepWork]:
     for _ in range(count):
         decodes, prompts = draw.choice([0, 1, 4, 9, 30]), draw.choice([0, 0, 1, 3])
         tokens = max(1, decodes + prompts * draw.choice([2, 20, 200]))
-        adapters, rank = draw.choice([0, 1, 2, 7]), draw.choice([8, 64])
-        rows = max(1, decodes + prompts)
-        made.append(
-            StepWork(tokens, rows, 100 * decodes, tokens * tokens // 2, adapters, adapters * rank, tokens * rank)
-        )
+        num_adapters, rank = draw.choice([0, 1, 2, 7]), draw.choice([8, 64])
+        adapters = tuple((rank, draw.randint(1, tokens)) for _ in range(num_adapters))
+        made.append(StepWork(tokens, max(1, decodes + prompts), 100 * decodes, tokens * tokens // 2, adapters))
     return made
 
 
 FORMULAS: dict[str, Callable[[StepWork], float]] = {
-    "hidden by the weights": lambda work: 30 + 2.0 * max(0, work.num_tokens - 16) + 0.5 * work.num_adapters,
+    "hidden by the weights": lambda work: 30 + 2.0 * max(0, work.num_tokens - 16) + 0.5 * len(work.adapters),
     "better in large products": lambda work: 5 + 3.0 * min(work.num_tokens, 16) + 0.3 * work.num_tokens,
-    "all": lambda work: 1 + work.num_tokens + 0.2 * work.num_rows + 0.001 * work.num_decode_kv + 0.05 * work.sum_ranks,
+    "all": lambda work: (
+        1 + work.num_tokens + 0.2 * work.num_rows + 0.001 * work.num_decode_kv + 0.05 * sum(r for r, _ in work.adapters)
+    ),
+    "better in long parts of an adapter": lambda work: (
+        5 + work.num_tokens + sum(rank * (0.002 * count + 0.05 * min(count, 16)) for rank, count in work.adapters)
+    ),
 }
 
 
@@ -101,8 +104,11 @@ def test_without_ratios_nothing_is_disturbed() -> None:
 def test_more_work_never_takes_less(coefficients: list[float], seed: int) -> None:
     (work,) = works(seed, 1)
     model = StepModel(coefficients)
-    for field in work._fields:
-        assert model.ms(work._replace(**{field: getattr(work, field) + 5})) >= model.ms(work) - 1e-9
+    more = {field: getattr(work, field) + 5 for field in work._fields if field != "adapters"}
+    tried = [work._replace(**{field: value}) for field, value in more.items()]
+    tried.append(work._replace(adapters=(*work.adapters, (8, 5))))
+    tried.append(work._replace(adapters=tuple((rank, count + 5) for rank, count in work.adapters)))
+    assert all(model.ms(each) >= model.ms(work) - 1e-9 for each in tried)
 
 
 def state(adapter_id: int | None) -> RequestState:
@@ -120,4 +126,8 @@ def test_the_work_of_a_plan() -> None:
             ScheduledSequence(state(None), 49, 1, True),
         ),
     )
-    assert StepWork.of(plan, {1: 8, 2: 32}) == StepWork(8, 3, 150, 50 + 3, 2, 40, 5 * 8 + 2 * 32)
+    work = StepWork.of(plan, {1: 8, 2: 32})
+    assert work == StepWork(8, 3, 150, 50 + 3, ((8, 5), (32, 2)))
+    features = dict(zip(FEATURES, work.features(), strict=True))
+    of_adapters = {"adapters": 2, "ranks": 40, "tokens x rank below 4": 8 * 4 + 32 * 2, "tokens x rank": 8 * 5 + 32 * 2}
+    assert {name: features[name] for name in of_adapters} == of_adapters

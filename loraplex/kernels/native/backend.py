@@ -268,6 +268,15 @@ class NativeBackend(TorchBackend):
         assert isinstance(ranks.collectives, RankBoard)
         return self._recorder.sum_ranks(part, ranks.collectives)
 
+    def rms_norm_ranks(self, x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: RankGroup) -> torch.Tensor:
+        board = ranks.collectives
+        if self._recorder is not None:
+            assert isinstance(board, RankBoard)
+            return self._recorder.rms_norm_ranks(x, weight, eps, board)
+        if not isinstance(board, RankBoard):  # of more ranks than it has lines for
+            return super().rms_norm_ranks(x, weight, eps, ranks)
+        return glue.rms_norm_ranks(self.library, x, weight, eps, board, self.num_threads)
+
     # -------------------------------------------------------------------------------------------------- glue of a layer
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from loraplex.kernels.native.board import RankBoard
 from loraplex.kernels.native.library import NativeLibrary
 
 
@@ -32,6 +33,20 @@ def rms_norm(
         y.data_ptr(),
         num_threads,
     )
+    return y
+
+
+def rms_norm_ranks(
+    library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, eps: float, board: RankBoard, num_threads: int
+) -> torch.Tensor:
+    """x / sqrt(m + eps) * weight, m the mean of all ranks' x^2 of a row; float32 [T, size] -> dense."""
+    assert x.dtype == weight.dtype == torch.float32 and x.stride(1) == 1  # noqa: PT018
+    y, sums = torch.empty(x.shape), torch.empty(len(x))
+    library.functions.loraplex_rms_norm_ranks(
+        *(board.address, x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), eps),
+        *(sums.data_ptr(), y.data_ptr(), num_threads),
+    )
+    board.check()
     return y
 
 

@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
@@ -47,6 +47,9 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_add_rows": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
     "loraplex_pack_lora": (_INT, _POINTER, _LONG, _LONG, _POINTER),
     "loraplex_rms_norm": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
+    "loraplex_rms_norm_ranks": (
+        _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _POINTER, _INT,
+    ),
     "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _FLOAT, _INT),
     "loraplex_add_scaled": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _FLOAT, _INT),
     "loraplex_layer_norm": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),

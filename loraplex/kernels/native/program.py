@@ -36,6 +36,7 @@ from loraplex.kernels.step_batch import LayersForward, StepBatch
 OPERATORS = (
     *("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul"),
     *("scale_input", "sum_ranks", "layer_norm", "add_scaled", "gelu", "experts", "add_gated"),
+    "rms_norm_ranks",
 )
 """By number, as in csrc/api.h."""
 
@@ -248,11 +249,27 @@ class Recorder:
         return y
 
     def sum_ranks(self, part: torch.Tensor, board: RankBoard) -> torch.Tensor:
-        assert self.board in (None, board)
         assert part.is_contiguous()
-        self.board = board
+        self._take_board(board)
         self._add("sum_ranks", board.address, self._scratch(part), size=(part.shape[1],))
         return part
+
+    def rms_norm_ranks(self, x: torch.Tensor, weight: torch.Tensor, eps: float, board: RankBoard) -> torch.Tensor:
+        assert x.stride(1) == 1
+        self._take_board(board)
+        self._alive.append(weight)
+        sums, y = self._workspace.empty(1), self._workspace.empty(x.shape[1])
+        self._add(
+            "rms_norm_ranks",
+            *(board.address, self._scratch(x), weight.data_ptr(), sums.data_ptr(), y.data_ptr()),
+            size=(x.stride(0), x.shape[1]),
+            eps=eps,
+        )
+        return y
+
+    def _take_board(self, board: RankBoard) -> None:
+        assert self.board in (None, board)
+        self.board = board
 
     def rotary_write_kv(
         self,

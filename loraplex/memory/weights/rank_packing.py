@@ -12,7 +12,7 @@ import torch
 
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget, ShardKind
-from loraplex.distributed import shard_rows
+from loraplex.distributed import shard_outputs
 from loraplex.kernels.protocols import AdapterPacking
 from loraplex.kernels.slices import SliceWeights
 from loraplex.memory.weights.packing import BaseWeights, PackedLayout, Packer, gain_of_dora
@@ -32,7 +32,7 @@ class _ShareOfBase:
     def base_bias(self, module_name: str) -> torch.Tensor | None:
         """Behind a row-parallel linear each rank is told all of it, and rank 0 alone has it."""
         bias, (target, s) = self._base.base_bias(module_name), self._places[module_name]
-        return None if bias is None else shard_rows(bias, s.out_features, target.shard)
+        return None if bias is None else shard_outputs(bias, s, target.shard)
 
     def row_norms(self, module_name: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
         """`RankPacker` has divided by the norms, which are of whole rows."""

@@ -6,7 +6,7 @@ g(k) = k // group_size, or group_of[k]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -128,9 +128,9 @@ _GROUPS: Mapping[str, type[Int4Weight] | type[Int8GroupWeight]] = {"int4": Int4W
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows and columns of a weight [out, in] that one rank has."""
+    """The stretches of rows and the columns of a weight [out, in] that one rank has."""
 
-    rows: slice
+    rows: tuple[slice, ...]
     columns: slice
     in_features: int
 
@@ -139,14 +139,15 @@ class Share:
         depth = part.shape[1]
         own = part.cut(torch.empty(part.shape, device="meta"))
         row, column = divmod(int(own.storage_offset()), depth)
-        return cls(slice(row, row + len(own)), slice(column, column + own.shape[1]), depth)
+        return cls(part.rows or (slice(row, row + len(own)),), slice(column, column + own.shape[1]), depth)
 
-    def cut(self, weight: QuantizedSpecification) -> QuantizedSpecification:
-        """This share of a whole weight, as views."""
-        if isinstance(weight, GroupWeight):
-            rows = weight.cut_rows(self.rows.start, self.rows.stop)
-            return rows.cut_inputs(self.columns.start, self.columns.stop)
-        return type(weight)(weight.q[self.rows, self.columns], weight.scale[self.rows])
+    def cut(self, weight: QuantizedSpecification) -> Iterator[QuantizedSpecification]:
+        """This share of a whole weight, as views: each stretch."""
+        for rows in self.rows:
+            if isinstance(weight, GroupWeight):
+                yield weight.cut_rows(rows.start, rows.stop).cut_inputs(self.columns.start, self.columns.stop)
+            else:
+                yield type(weight)(weight.q[rows, self.columns], weight.scale[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

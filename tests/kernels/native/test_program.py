@@ -23,7 +23,7 @@ from tests.models.paged_runner import PagedRunner, load_decoder
 library_or_skip(ISAS[-1])
 
 Part = tuple[str, list[int]]
-OTHERS = {"sum_ranks", "layer_norm", "add_scaled", "gelu", "experts", "add_gated"}
+OTHERS = {"sum_ranks", "rms_norm_ranks", "layer_norm", "add_scaled", "gelu", "experts", "add_gated"}
 """Not of this family, or of several ranks."""
 
 MORE_ROWS = LEAST_ROWS + 20

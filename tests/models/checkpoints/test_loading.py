@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from loraplex.config import LoRAConfig
+from loraplex.distributed import own_rows
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import get_backend
 from loraplex.models import packed_cache
@@ -26,10 +28,10 @@ from tests.ranks.engines import SETTINGS, Asked, adapter_of, answers, kind_of, l
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="no native kernels are built")
 
 
-def made_of(zoo: ModelZoo, to: Path, name: str) -> Made:
+def made_of(zoo: ModelZoo, to: Path, name: str, family: str = "llama") -> Made:
     if name == "GGUF":
         return make_gguf(zoo.base("llama"), to / "made", "llama", ("Q8_0", "Q4_0", "F16"))
-    return make(zoo.base("llama"), to, CASES[name])
+    return make(zoo.base(family), to, CASES[name])
 
 
 @needs_native
@@ -85,11 +87,15 @@ def test_no_dominant_adapter_is_merged_into_kept_integers(zoo: ModelZoo, tmp_pat
         Driver(path, lora, **SETTINGS, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["W8A8", "GPTQ", "GGUF"])
-def test_two_ranks_say_what_one_says(zoo: ModelZoo, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [*((name, "llama") for name in ("W8A8", "GPTQ", "GGUF")), pytest.param("GPTQ", "phi3", marks=pytest.mark.slow)],
+)
+def test_two_ranks_say_what_one_says(zoo: ModelZoo, tmp_path: Path, name: str, family: str) -> None:
     """In float32, whose numbers are widened by each rank; DoRA divides by norms of the whole rows."""
-    made = made_of(zoo, tmp_path, name)
-    adapters = {"LoRA": adapter_of(zoo, made.plain, "all linears"), "DoRA": kind_of(zoo, made.plain, "DoRA")}
+    made = made_of(zoo, tmp_path, name, family)
+    dora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM")
+    adapters = {"LoRA": adapter_of(zoo, made.plain, "all linears"), "DoRA": zoo.adapter(made.plain, dora)}
     asks = [Asked(each, 20 + 9 * shift, shift=shift) for shift, each in enumerate((None, *adapters))]
     said = []
     for size in (1, 2):
@@ -100,10 +106,14 @@ def test_two_ranks_say_what_one_says(zoo: ModelZoo, tmp_path: Path, name: str) -
 
 
 @needs_native
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize(("name", "quantization"), [("W8A8", "int8"), ("GPTQ zeros", "int4")])
-def test_two_ranks_keep_their_shares_of_integers(zoo: ModelZoo, tmp_path: Path, name: str, quantization: str) -> None:
-    """Of down_proj, which is cut by its 160 inputs, groups of 32 cannot be shared: that one is rounded again."""
-    path = made_of(zoo, tmp_path, name).quantized
+def test_two_ranks_keep_their_shares_of_integers(
+    zoo: ModelZoo, tmp_path: Path, name: str, quantization: str, family: str
+) -> None:
+    """Of down_proj, which is cut by its 160 inputs, groups of 32 cannot be shared: that one is rounded again. phi3 has
+    one tensor for q, k and v, and one for gate and up."""
+    path = made_of(zoo, tmp_path, name, family).quantized
     with opened(path, 2, dtype="float32", quantization=quantization) as driver:
         words = "6 linears in its own int8" if quantization == "int8" else "4 linears in its own int4 in groups of 32"
         assert words in driver.engine.info.form
@@ -113,7 +123,8 @@ def test_two_ranks_keep_their_shares_of_integers(zoo: ModelZoo, tmp_path: Path, 
                 got = linear.ops.linear(torch.eye(linear.target.in_features), linear.weight)
                 offset = 0
                 for own, full in zip(linear.target.slices, whole.target.slices, strict=True):
-                    want = whole.weight[full.out_offset : full.out_offset + own.out_features]
+                    rows = whole.weight[full.out_offset : full.out_offset + full.out_features]
+                    want = torch.cat([rows[each] for each in own_rows(own, linear.target.shard)])
                     torch.testing.assert_close(
                         got[:, offset : offset + own.out_features], want.t(), rtol=1e-6, atol=1e-9
                     )
