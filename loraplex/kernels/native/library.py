@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
@@ -40,7 +40,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_row_norms": (
         _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _POINTER,
     ),
-    "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER),
+    "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER),
     "loraplex_rotary_write_kv": (_POINTER,),
     "loraplex_add_lora": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
     "loraplex_scale_input": (_POINTER, _POINTER, _POINTER, _LONG, _INT),
