@@ -86,7 +86,7 @@ def expected_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Query by query and head by head in float64. sinks [H]: of each head, one more number in the sum of its softmax."""
+    """Query by query and head by head in float64. sinks [H]: one more number in the sum of each head's softmax."""
     out, row = torch.zeros(q.shape, dtype=torch.float64), 0
     group = q.shape[1] // context[0][0].shape[1]
     for query_len, (keys, values) in zip(plan.query_lens, context, strict=True):
