@@ -53,7 +53,7 @@ class CompressedTensors:
 
     title: ClassVar[str] = "compressed-tensors"
     reads: ClassVar[str] = "W8A8, W8A16, W4A16, FP8, MXFP4"
-    keeps: ClassVar[str] = "integers without act-order; MXFP4 as int8"
+    keeps: ClassVar[str] = "integers, no act-order; MXFP4 as int8"
     suffixes: ClassVar[Sequence[str]] = (
         "weight", "weight_scale", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx",
     )  # fmt: skip
