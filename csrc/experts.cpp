@@ -1,5 +1,5 @@
 // A mixture of experts: y[t] = sum over the chosen experts e, ascending, of p[t, e] * down_e(silu(gate_e(x[t])) *
-// up_e(x[t])), each of these with the deltas of its adapters. With a limit it is down_e(clamped gate, see `clamp_gate`).
+// up_e(x[t])), each of these with the deltas of its adapters. With a limit the gate is `clamp_gate`.
 //
 // p = softmax(logits[t]) of all experts in float32; the `top_k` largest are chosen, of equal ones the first; with
 // `normalizes` they are divided by their sum.
