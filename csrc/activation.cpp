@@ -1,18 +1,10 @@
 // SiLU or GELU of the gate times up, and GELU alone.
-#include <cmath>
-
 #include "api.h"
+#include "gate.h"
 #include "rows.h"
-#include "vec.h"
 
 namespace loraplex {
 namespace {
-
-// x / (1 + e^-g). Below -88 the divisor is infinite: -0, and NaN for -inf, as where e^-g overflows (at -88.7).
-inline Vec16 gated(Vec16 x, Vec16 g) {
-  const Vec16 divisor = add(set1(1.f), exp(sub(zero(), g)));
-  return div(x, select_less(g, set1(-88.f), set1(INFINITY), divisor));
-}
 
 inline Vec16 silu(Vec16 g) { return gated(g, g); }
 

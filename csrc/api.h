@@ -104,6 +104,7 @@ struct ExpertsCall {
   const ExpertLinear* linears;  // [experts][2]: gate and up, down
   int64_t experts, top_k, hidden, inner;
   int32_t normalizes, threads;
+  float limit, alpha;  // of a clamped gate; limit 0: it is silu(gate) * up
 };
 
 // What the threads of all calls (team.h) have seen since the process began; seconds.

@@ -9,6 +9,7 @@
 //   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); at the end
 //             sum_lanes(l)
 //   output    o = o c, then one chain over the block's keys of p v
+// A head's sink is a score s of no key: it comes first (m = s, l = (1, 0, ...)), and into the sum alone.
 // A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block of hidden keys may as well be skipped.
 #include <algorithm>
 #include <vector>
@@ -38,6 +39,7 @@ struct Call {
   long q_stride;
   const void* kv;
   long window;  // a query sees so many keys, its own included
+  const float* sinks;  // [heads]; null: there are none
   float* out;
   long group;   // query heads of a KV head
 
@@ -121,6 +123,7 @@ struct State {
       }
       store(sum + 16 * m, zero());
       max[m] = -__FLT_MAX__;  // finite: where only hidden keys went by, e^(m - m) has to be 1
+      if (call.sinks != nullptr) max[m] = std::max(max[m], call.sinks[head]), sum[16 * m] = 1.f;
       end_key[m] = call.end_key(item.sequence, item.row + m);
     }
   }
@@ -267,8 +270,8 @@ void attention(const Call& call) {
 using namespace loraplex;
 
 LORAPLEX_API void loraplex_paged_attention(const AttentionStep* step, const float* q, int64_t q_stride, const void* kv,
-                                           int64_t window, float* out) {
-  const Call call = {*step, q, q_stride, kv, window, out, step->heads / step->kv_heads};
+                                           int64_t window, const float* sinks, float* out) {
+  const Call call = {*step, q, q_stride, kv, window, sinks, out, step->heads / step->kv_heads};
   switch (step->format) {
     case kF32: return attention<KvF32>(call);
     case kF16: return attention<KvF16>(call);

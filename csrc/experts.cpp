@@ -1,5 +1,5 @@
 // A mixture of experts: y[t] = sum over the chosen experts e, ascending, of p[t, e] * down_e(silu(gate_e(x[t])) *
-// up_e(x[t])), each of these with the deltas of its adapters.
+// up_e(x[t])), each of these with the deltas of its adapters. With a limit the gate is `clamp_gate`.
 //
 // p = softmax(logits[t]) of all experts in float32; the `top_k` largest are chosen, of equal ones the first; with
 // `normalizes` they are divided by their sum.
@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "api.h"
+#include "gate.h"
 #include "lora.h"
 #include "operators.h"
 #include "rows.h"
-#include "vec.h"
 
 namespace loraplex {
 namespace {
@@ -103,6 +103,25 @@ void product(const ExpertLinear& linear, const float* x, long rows, long in, lon
                        &segments, nullptr, threads);
 }
 
+// y = (u + 1) g / (1 + e^(-alpha g)) with g = min(gate, limit), u = up between -limit and limit; a NaN stays one.
+void clamp_gate(const float* gate, long size, float limit, float alpha, float* y) {
+  const Vec16 most = set1(limit), least = set1(-limit);
+  for (long k = 0; k < size; k += 16) {
+    const long count = size - k;
+    const Vec16 given = load_first(gate + k, count), up = load_first(gate + size + k, count);
+    const Vec16 g = select_less(most, given, most, given), low = select_less(most, up, most, up);
+    const Vec16 u = select_less(low, least, least, low);
+    store_first(y + k, mul(add(u, set1(1.f)), gated(g, mul(set1(alpha), g))), count);
+  }
+}
+
+void activate(const ExpertsCall& call, const float* gate_up, long rows, float* y) {
+  const long inner = call.inner;
+  if (call.limit == 0.f) return loraplex_silu_mul(gate_up, 2 * inner, rows, inner, y, call.threads);
+  for_rows(rows, 4 * rows * inner, call.threads,
+           [&](long i) { clamp_gate(gate_up + 2 * i * inner, inner, call.limit, call.alpha, y + i * inner); });
+}
+
 void add_row(const float* x, float factor, long size, float* y) {
   const Vec16 factors = set1(factor);
   for (long k = 0; k < size; k += 16) {
@@ -135,7 +154,7 @@ LORAPLEX_API void loraplex_experts(const ExpertsCall* call, const float* x, int6
     for_rows(count, count * hidden, call->threads,
              [&](long i) { std::copy_n(x + at[i] * x_stride, hidden, own + i * hidden); });
     product(call->linears[2 * e], own, count, hidden, 2 * inner, gate_up, here, call->threads);
-    loraplex_silu_mul(gate_up, 2 * inner, count, inner, mid, call->threads);
+    activate(*call, gate_up, count, mid);
     product(call->linears[2 * e + 1], mid, count, inner, hidden, out, here, call->threads);
     for_rows(count, 2 * count * hidden, call->threads,
              [&](long i) { add_row(out + i * hidden, factors[i], hidden, y + at[i] * hidden); });

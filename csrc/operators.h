@@ -29,7 +29,7 @@ LORAPLEX_API void loraplex_layer_norm(const float* x, int64_t x_stride, int64_t 
                                       const float* weight, const float* bias, float eps, float* y, int32_t threads);
 LORAPLEX_API void loraplex_rotary_write_kv(const loraplex::RotaryCall* call);
 LORAPLEX_API void loraplex_paged_attention(const loraplex::AttentionStep* step, const float* q, int64_t q_stride,
-                                           const void* kv, int64_t window, float* out);
+                                           const void* kv, int64_t window, const float* sinks, float* out);
 LORAPLEX_API void loraplex_silu_mul(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y,
                                     int32_t threads);
 LORAPLEX_API void loraplex_gelu(const float* x, int64_t x_stride, int64_t rows, int64_t size, int32_t is_tanh,

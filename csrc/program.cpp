@@ -35,8 +35,8 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
       call.kv_slots = step.kv_slots, call.tokens = step.rows;
       return loraplex_rotary_write_kv(&call);
     }
-    case kPagedAttention:  // q, kv, out; stride of q, window
-      return loraplex_paged_attention(step.attention, in(0), size[0], at[1], size[1], out(2));
+    case kPagedAttention:  // q, kv, out, sinks (or null); stride of q, window
+      return loraplex_paged_attention(step.attention, in(0), size[0], at[1], size[1], in(3), out(2));
     case kSiluMul:  // gate and up, y; stride, size
       return loraplex_silu_mul(in(0), size[0], step.rows, size[1], out(1), threads);
     case kScaleInput:  // table, x; stride of x

@@ -45,7 +45,7 @@ MORE_FAMILIES = (*("cohere2", "gemma2", "gemma3_text", "glm4", "granite", "olmo2
 REFERENCE_FAMILIES = FAMILIES[:2]
 """The reference is slow: a family with a window and one with biases show its branches. They are the first: pytest then
 makes a module's fixture of FAMILIES once for all of its tests."""
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 NUM_TOKENS = 64
@@ -179,7 +179,7 @@ _CONFIG_CLASSES = {
     **{"granite": "GraniteConfig", "olmo2": "Olmo2Config", "phi3": "Phi3Config", "smollm3": "SmolLM3Config"},
     "starcoder2": "Starcoder2Config",
     **{"mixtral": "MixtralConfig", "qwen2_moe": "Qwen2MoeConfig", "qwen3_moe": "Qwen3MoeConfig"},
-    "olmoe": "OlmoeConfig",
+    **{"olmoe": "OlmoeConfig", "gpt_oss": "GptOssConfig"},
 }
 _BASE_OPTIONS: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -216,9 +216,16 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "norm_topk_prob": True}
     | {"head_dim": 32},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 24}
+    | {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
+        | {"original_max_position_embeddings": 512}
+    }
+    | {"num_hidden_layers": 3, "swiglu_limit": 0.9},
 }
 _FAMILY_GAINS: Mapping[str, Mapping[str, float]] = {
     "starcoder2": {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 1.2, "c_proj": 0.4},  # its MLP without a gate says one thing
+    "gpt_oss": {"proj_bias": 5.0, "gate_up_proj": 2.2},  # of weights [experts, in, out]
 }
 
 
@@ -447,6 +454,7 @@ def randomise(model: torch.nn.Module) -> None:
             centre = 1.0 if "norm" in name and not is_norm_bias else 0.0
             gain = 2.0 if "q_norm" in name or "k_norm" in name else 1.0  # these undo the gain of q and k: give it back
             gain = 0.2 if is_norm_bias else gain  # a bias of the last norm is one of the logits
+            gain = 10.0 if name.endswith("sinks") else gain
             parameter.copy_(gain * (centre + 0.1 * torch.randn(parameter.shape)))
         else:
             own = (gain for part, gain in _FAMILY_GAINS.get(config.model_type, {}).items() if part in name)

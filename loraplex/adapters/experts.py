@@ -10,8 +10,9 @@ that, and a file has of a layer, with E experts and rank r:
 
     A_e = A[e r : (e + 1) r]        B_e[o, i] = B[o, i E + e]        delta_e = scaling * B_e A_e
 
-Rows of gate_up_proj are those of the gate, then of up: both have A_e, and each its rows of B_e. A router's weight is a
-plain matrix, and so are its A and B.
+Rows of gate_up_proj are those of the gate, then of up, or both take turns (gpt-oss): both have A_e, and each its rows
+of B_e. Where transformers has a parameter as [experts, in, out], its A and B are the same. A router's weight is a plain
+matrix, and so are its A and B.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ STACK_PARTS = ("lora_A.weight", "lora_B.weight")
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
-    """What of a stack's A and B is one module's: expert `index` of `count`, rows [first, last) of the parameter."""
+    """What of a stack's A and B is one module's: expert `index` of `count`, rows first, first + step, ... of the
+    parameter's outputs, before `last`."""
 
     index: int
     count: int
     first: int
     last: int
+    step: int = 1
 
     def of(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """lora_a [rank, in] and lora_b [last - first, rank] as views of lora_a [count rank, in] and lora_b."""
+        """lora_a [rank, in] and lora_b [rows, rank] as views of lora_a [count rank, in] and lora_b."""
         a, b = parts["lora_a"], parts["lora_b"]
         rank = len(a) // self.count
         own_a = a[self.index * rank : (self.index + 1) * rank]
-        return {"lora_a": own_a, "lora_b": b[self.first : self.last, self.index :: self.count]}
+        return {"lora_a": own_a, "lora_b": b[self.first : self.last : self.step, self.index :: self.count]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,14 @@ class ExpertBase:
                     parameters[target.slices[0].module_name] = target.parameter
                 continue
             (index, count), first = target.expert, 0
-            for s in target.slices:
+            outputs = sum(s.full_out_features for s in target.slices)
+            for turn, s in enumerate(target.slices):
                 cut = ExpertCut(index, count, first, first + s.full_out_features)
+                if target.takes_turns:
+                    cut = ExpertCut(index, count, turn, outputs, len(target.slices))
                 found.setdefault(target.parameter, []).append((s.module_name, cut))
                 first += s.full_out_features
-            sizes[target.parameter] = target.full_in_features, first, count
+            sizes[target.parameter] = target.full_in_features, outputs, count
         stacks = {name: ExpertStack(name, *sizes[name], tuple(modules)) for name, modules in found.items()}
         return cls(stacks, parameters, {name.removesuffix(".weight"): module for module, name in parameters.items()})
 

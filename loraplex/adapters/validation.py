@@ -349,7 +349,7 @@ class TensorCheck:
     def _is_no_linear(self, module: str, is_expert: bool) -> bool:
         """In transformers: of an expert, or a router. The gate of a shared expert is a linear there."""
         base = self.base[module]
-        return base.is_expert if is_expert else base.is_lora_only and module.endswith(".gate")
+        return base.is_expert if is_expert else base.is_lora_only and module.endswith((".gate", ".router"))
 
     def _check_lora_only(self, named: frozenset[str]) -> None:
         """Of experts and routers no other kind is served: their inputs are others', too."""

@@ -131,7 +131,8 @@ def _build(
     kv_dtype, allocate = getattr(torch, kv_cache_dtype), ranks.allocate if isinstance(ranks, LeadingRank) else None
     memory = plan_memory(config, model_config, model, kv_dtype, device, device_memory(device), allocate)
     heads, windows = model_config.num_attention_heads, model_config.sliding_windows
-    backend.choose_attention(heads, model.activation_dtype, memory.kv, windows, model_config.attention_softcap)
+    rule = model_config.attention_softcap, model_config.family.has_sinks
+    backend.choose_attention(heads, model.activation_dtype, memory.kv, windows, *rule)
     blocks = _build_blocks(config, memory)
     events = EventLog()
     source, lora = AdapterSource(config.root_paths), memory.lora

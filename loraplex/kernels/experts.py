@@ -22,13 +22,32 @@ class ExpertLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """What is between the linears of an expert in place of silu(gate) * up (gpt-oss); limit > 0:
+
+    (u + 1) g sigmoid(alpha g),  g = min(gate, limit),  u = up between -limit and limit
+    """
+
+    limit: float
+    alpha: float
+
+    def of(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 I], the gates first -> [T, I]"""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(self.alpha * gate))
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of one layer. normalizes: the factors of a row's chosen ones are divided by their sum."""
+    """The experts of one layer. normalizes: the factors of a row's chosen ones are divided by their sum; clamp: of the
+    gate, None: it is silu(gate) * up."""
 
     gate_up: tuple[ExpertLinear, ...]
     down: tuple[ExpertLinear, ...]
     top_k: int
     normalizes: bool
+    clamp: ClampedGate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +98,10 @@ class ProductOps(Protocol):
     ) -> None: ...
 
 
+def _activated(ops: ProductOps, gate_up: torch.Tensor, clamp: ClampedGate | None) -> torch.Tensor:
+    return ops.silu_mul(gate_up) if clamp is None else clamp.of(gate_up)
+
+
 def experts(
     ops: ProductOps, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None
 ) -> torch.Tensor:
@@ -94,6 +117,6 @@ def experts(
             product = ops.linear(part, linear.weight, linear.bias)
             if lora is not None and plan is not None and plan.num_segments:
                 ops.add_lora(product, part, plan, lora.table, linear.first_row, linear.slices)
-            part = ops.silu_mul(product) if activates else product
+            part = _activated(ops, product, layer.clamp) if activates else product
         y.index_add_(0, rows, (part * factors[rows, places, None]).to(y.dtype))
     return y

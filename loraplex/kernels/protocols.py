@@ -183,8 +183,9 @@ class LayerOps(Protocol):
     def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
         """y[t] = sum over the chosen experts e, ascending, of factor * down_e(silu(gate) * up); x, y [T, hidden].
 
-        gate, up = the halves of gate_up_e(x[t]); `experts.route` chooses by the logits [T, experts]. Each linear has
-        the deltas of the row's adapters. A row's result depends on no other row where the backend's linears have that.
+        gate, up = the halves of gate_up_e(x[t]), which `layer.clamp` may join otherwise; `experts.route` chooses by the
+        logits [T, experts]. Each linear has its bias and the deltas of the row's adapters. A row's result depends on no
+        other row where the backend's linears have that.
         """
         ...
 
@@ -227,11 +228,13 @@ class LayerOps(Protocol):
         scale: float,
         sliding_window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """softmax(scale q K^T) V over each sequence's KV blocks, causal; [T, H, D] in the dtype of q.
 
         With a window, a query at position p sees keys in (p - window, p]. Bytes past a context never show, NaN neither.
-        softcap: a score s is softcap * tanh(s / softcap).
+        softcap: a score s is softcap * tanh(s / softcap). sinks: float32 [H], for each head a score of no key, which is
+        in the sum of the softmax alone: e^s / (e^sink + sum of e^s).
         """
         ...
 
@@ -441,6 +444,7 @@ class KernelBackend(LayerOps, AdapterPacking, SamplingOps, StepCapture, Protocol
         kv: torch.Tensor,
         sliding_windows: Sequence[int | None],
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """For an engine of these shapes, before its first step: which kernels run `paged_attention`, measured where
         there are several.

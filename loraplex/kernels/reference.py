@@ -317,6 +317,7 @@ class StockWeights:
         kv: torch.Tensor,
         sliding_windows: Sequence[int | None],
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """There is one."""
 
@@ -463,13 +464,14 @@ class ReferenceBackend(StockPacking, StockWeights):
         scale: float,
         sliding_window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         end = 0
         for i, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens_host, strict=True)):
             start, end = end, end + query_len
             keys, values = _gather_kv(kv_layer, plan.block_tables[i], context_len)
-            out[start:end] = _attend(q[start:end], keys, values, scale, sliding_window, softcap).to(q.dtype)
+            out[start:end] = _attend(q[start:end], keys, values, scale, sliding_window, softcap, sinks).to(q.dtype)
         return out
 
     def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -542,6 +544,7 @@ def _attend(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Causal attention of the last len(q) positions: q [Q, H, D]; keys, values [C, KH, D] -> [Q, H, D] in float32."""
     wide = _accumulator(q.dtype)
@@ -555,5 +558,8 @@ def _attend(
     scores = torch.einsum("qhd,chd->hqc", q.to(wide), keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(wide)[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[:, :, : len(keys)]
     return torch.einsum("hqc,chd->qhd", weights, values)

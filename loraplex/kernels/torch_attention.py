@@ -12,7 +12,7 @@ else can be bad.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,24 @@ class _Geometry:
     block_stride: int  # from block to block, in rows of block_size * head_dim
     num_kv_heads: int
     block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What is made of scores. sinks: float32 [H]."""
+
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scaled_dot_product_attention has all of it."""
+        return self.softcap is None and self.sinks is None
+
+    def of_heads(self, num_groups: int, group: int) -> _Rule:
+        """With sinks [num_groups, group, 1], as `_in_steps` takes them."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks.view(num_groups, group, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See KernelBackend.paged_attention."""
     _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
@@ -100,15 +119,16 @@ def paged_attention(
     schedule: _Schedule | None = plan.scratch.get(key)
     if schedule is None:
         schedule = plan.scratch[key] = _make_schedule(plan, geometry, sliding_window, q.dtype)
+    rule = _Rule(scale, softcap, sinks)
     if len(schedule.decodes) == 1 and schedule.decodes[0].rows is None:
-        return _decode(q, rows, schedule.decodes[0], geometry, scale, softcap)
+        return _decode(q, rows, schedule.decodes[0], geometry, rule)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in schedule.decodes:
         assert group.rows is not None
-        out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), rows, group, geometry, scale, softcap))
+        out.index_copy_(0, group.rows, _decode(q.index_select(0, group.rows), rows, group, geometry, rule))
     for prefill in schedule.prefills:
         queries = q[prefill.start : prefill.end]
-        out[prefill.start : prefill.end] = _prefill(queries, rows, prefill, geometry, scale, softcap)
+        out[prefill.start : prefill.end] = _prefill(queries, rows, prefill, geometry, rule)
     return out
 
 
@@ -117,8 +137,7 @@ def _decode(
     rows: torch.Tensor,
     group: _DecodeGroup,
     geometry: _Geometry,
-    scale: float,
-    softcap: float | None,
+    rule: _Rule,
 ) -> torch.Tensor:
     """q [B, H, D] -> [B, H, D]"""
     num_heads, head_dim = q.shape[1:]
@@ -127,26 +146,30 @@ def _decode(
         kv.view(-1, head_dim).index_fill_(0, group.bad_rows, 0.0)
     kv = kv.view(2, group.num_rows, geometry.num_kv_heads, -1, head_dim).to(q.dtype)
     grouped = q.reshape(group.num_rows, geometry.num_kv_heads, num_heads // geometry.num_kv_heads, head_dim)
-    if softcap is None:
-        out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=group.mask, scale=scale)
+    if rule.is_plain:
+        out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=group.mask, scale=rule.scale)
     else:
-        out = _capped(grouped, kv[0], kv[1], group.mask, scale, softcap)
+        own = rule.of_heads(geometry.num_kv_heads, num_heads // geometry.num_kv_heads)
+        out = _in_steps(grouped, kv[0], kv[1], group.mask, own)
     return out.reshape(group.num_rows, num_heads, head_dim)
 
 
-def _capped(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+def _in_steps(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rule: _Rule
 ) -> torch.Tensor:
-    """softmax(cap(scale q K^T) + mask) V, the softmax in float32; q [B, KH, Q, D], keys and values [B, KH, S, D]."""
-    scores = torch.matmul(q * scale, keys.transpose(-2, -1)).div_(softcap).tanh_().mul_(softcap)
+    """softmax(cap(scale q K^T) + mask) V, the softmax in float32; q [B, KH, Q, D], keys and values [B, KH, S, D].
+
+    Sinks have the shape [KH, Q, 1], or one that is expanded to it.
+    """
+    scores = torch.matmul(q * rule.scale, keys.transpose(-2, -1))
+    if rule.softcap is not None:
+        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
     if mask is not None:
         scores = scores + mask
-    return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype), values)
+    if rule.sinks is not None:
+        scores = torch.cat((scores.float(), rule.sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : keys.shape[-2]]
+    return torch.matmul(weights.to(q.dtype), values)
 
 
 def _prefill(
@@ -154,26 +177,26 @@ def _prefill(
     rows: torch.Tensor,
     prefill: _Prefill,
     geometry: _Geometry,
-    scale: float,
-    softcap: float | None,
+    rule: _Rule,
 ) -> torch.Tensor:
     """q [Q, H, D] of one sequence -> [Q, H, D]"""
     kv = rows.index_select(0, prefill.blocks).view(2, 1, geometry.num_kv_heads, -1, q.shape[2])
     kv = kv[:, :, :, prefill.first_key : prefill.first_key + prefill.num_keys].to(q.dtype)
-    if softcap is not None:
+    if not rule.is_plain:
         group = q.shape[1] // geometry.num_kv_heads
         keys, values = (t.repeat_interleave(group, dim=1) for t in kv)
         mask = prefill.mask
         if mask is None:
             mask = q.new_full((len(q), prefill.num_keys), -torch.inf).triu_(1)
-        return _capped(q.transpose(0, 1).unsqueeze(0), keys, values, mask, scale, softcap)[0].transpose(0, 1)
+        queries = q.transpose(0, 1).unsqueeze(0)
+        return _in_steps(queries, keys, values, mask, rule.of_heads(q.shape[1], 1))[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         kv[0],
         kv[1],
         attn_mask=prefill.mask,
         is_causal=prefill.mask is None,
-        scale=scale,
+        scale=rule.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)

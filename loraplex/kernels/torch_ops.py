@@ -148,8 +148,9 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         scale: float,
         sliding_window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
+        return paged_attention(q, kv_layer, plan, scale, sliding_window, softcap, sinks)
 
 
 class _Delta(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
-from loraplex.distributed import ONE_RANK, RankGroup, shard_outputs
+from loraplex.distributed import ONE_RANK, RankGroup, shard_outputs, shard_rows
 from loraplex.errors import ModelWeightError
 from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.protocols import LayerOps
@@ -388,6 +388,33 @@ class LayerNorm(RMSNorm):
             self.bias = tensors["bias"]
 
 
+class AttentionSinks:
+    """A score of no key for each query head of one layer, as `LayerOps.paged_attention` has them; this rank's heads."""
+
+    def __init__(self, name: str, num_heads: int, setup: LayerSetup) -> None:
+        self.name = name
+        self._full, self._shard = num_heads, setup.shard
+        self.weight = torch.empty(num_heads // setup.shard.size, dtype=torch.float32, device=setup.device)
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        def cut(tensor: Tensor) -> Tensor:
+            return shard_rows(tensor, len(self.weight), self._shard)
+
+        yield WeightPart(self.name, (self._full,), self.weight, cut)
+
+    def allocate(self) -> None:
+        """It is there: they are few."""
+
+    def prepare(self) -> None:
+        pass
+
+    def prepared(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = tensors["weight"]
+
+
 Rope = tuple[Tensor, Tensor]
 """cos and sin [T, R] of the step's positions, those of several rotary embeddings side by side."""
 
@@ -396,7 +423,7 @@ Rope = tuple[Tensor, Tensor]
 class Attention:
     """Causal attention of one layer over its part of the paged KV cache; grouped queries; a `sliding_window` or all.
 
-    rope_columns: the layer's of the step's cos and sin; None: all of them.
+    rope_columns: the layer's of the step's cos and sin; None: all of them. sinks: of its heads, None: there are none.
     """
 
     scale: float
@@ -404,6 +431,7 @@ class Attention:
     sliding_window: int | None
     rope_columns: slice | None
     is_rope_interleaved: bool
+    sinks: AttentionSinks | None
     ops: LayerOps
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
@@ -417,5 +445,6 @@ class Attention:
             cos, sin = cos[:, self.rope_columns], sin[:, self.rope_columns]
         slots = plan.kv_slot_mapping
         q = self.ops.rotary_write_kv(q, k, v, cos, sin, kv_layer, slots, self.is_rope_interleaved)
-        out = self.ops.paged_attention(q, kv_layer, plan, self.scale, self.sliding_window, self.softcap)
+        sinks = None if self.sinks is None else self.sinks.weight
+        out = self.ops.paged_attention(q, kv_layer, plan, self.scale, self.sliding_window, self.softcap, sinks)
         return out.flatten(1)

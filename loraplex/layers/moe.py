@@ -2,6 +2,8 @@
 
     y = sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x))  [+ sigmoid(g(x)) * shared(x)]
 
+A family may have biases in the router and the experts, and another gate (kernels/experts.py's ClampedGate).
+
 p are the softmax of the router's logits in float32 (kernels/experts.py). Each expert is two linears of its own, with
 the names of the checkpoint: weights, quantisation, shares of ranks and adapters are those of any linear. The products
 of all experts of a layer are one operator.
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from loraplex.kernels.experts import ExpertLinear, ExpertLora, Experts
+from loraplex.kernels.experts import ClampedGate, ExpertLinear, ExpertLora, Experts
 from loraplex.kernels.plan import LoraPlan
 from loraplex.layers.common import LayerSetup
 from loraplex.layers.linear import MergedColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -28,23 +30,31 @@ Linear = ParallelLinear | BaseLayerWithLoRA
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
     """Of one layer. normalizes: the factors of the chosen experts are divided by their sum. shared_size: of the shared
-    expert; 0: there is none."""
+    expert; 0: there is none. has_bias: router and experts have biases. clamp: of experts' gates; None: they are SiLU's.
+    """
 
     num_experts: int
     top_k: int
     inner_size: int
     normalizes: bool
     shared_size: int = 0
+    has_bias: bool = False
+    clamp: ClampedGate | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """In the checkpoint, below a layer: the block, and in an expert its gate, up and down. `parameters`: the block in
-    which transformers keeps all experts in one tensor each."""
+    """In the checkpoint, below a layer: the block, and in it an expert's gate, up and down, and the router.
+
+    parameters: the block in which transformers keeps all experts in one tensor each. is_transposed: these are
+    [experts, in, out], and outputs of gate and up take turns.
+    """
 
     block: str = "mlp"
     modules: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
     parameters: str = "mlp"
+    is_transposed: bool = False
 
 
 class SharedExpert(Protocol):
@@ -75,8 +85,9 @@ class SparseMLP:
     ) -> None:
         block = f"{name}.{names.block}"
         self.sizes, self.ops, self.ranks = sizes, setup.ops, setup.ranks
-        gate = ReplicatedLinear(f"{block}.gate", layer, hidden_size, sizes.num_experts, False, setup)
-        gate.target = replace(gate.target, parameter=f"{name}.{names.parameters}.gate.weight")
+        router = f"{block}.{names.router}", layer, hidden_size, sizes.num_experts, sizes.has_bias, setup
+        gate = ReplicatedLinear(*router)
+        gate.target = replace(gate.target, parameter=f"{name}.{names.parameters}.{names.router}.weight")
         self.gate = linears.add(gate)
         stacked = f"{name}.{names.parameters}.experts"
         self.gate_up: list[Linear] = []
@@ -85,14 +96,20 @@ class SparseMLP:
             of_gate, of_up, of_down = (f"{block}.experts.{index}.{each}" for each in names.modules)
             first = MergedColumnParallelLinear(
                 f"{block}.experts.{index}.gate_up_proj",
-                *(layer, hidden_size, [(of_gate, sizes.inner_size), (of_up, sizes.inner_size)], False, setup),
+                *(layer, hidden_size, [(of_gate, sizes.inner_size), (of_up, sizes.inner_size)]),
+                *(sizes.has_bias, setup),
             )
-            last = RowParallelLinear(of_down, layer, sizes.inner_size, hidden_size, False, setup)
+            last = RowParallelLinear(of_down, layer, sizes.inner_size, hidden_size, sizes.has_bias, setup)
             for linear, parameter, into in (
                 (first, f"{stacked}.gate_up_proj", self.gate_up),
                 (last, f"{stacked}.down_proj", self.down),
             ):
-                linear.target = replace(linear.target, expert=(index, sizes.num_experts), parameter=parameter)
+                linear.target = replace(
+                    linear.target,
+                    expert=(index, sizes.num_experts),
+                    parameter=parameter,
+                    takes_turns=names.is_transposed,
+                )
                 into.append(linears.add(linear))
         self.shared = shared
         self.shared_gate: Linear | None = None
@@ -120,7 +137,7 @@ class SparseMLP:
 
     def _experts(self) -> Experts:
         gate_up, down = (tuple(map(_expert_linear, linears)) for linears in (self.gate_up, self.down))
-        return Experts(gate_up, down, self.sizes.top_k, self.sizes.normalizes)
+        return Experts(gate_up, down, self.sizes.top_k, self.sizes.normalizes, self.sizes.clamp)
 
     def _adapters(self, lora: LoraPlan | None) -> ExpertLora | None:
         if lora is None or not lora.num_segments:

@@ -16,6 +16,7 @@ from typing import Any
 from loraplex.config import DTYPES
 from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
+from loraplex.kernels.experts import ClampedGate
 from loraplex.layers.common import ROPE_RULES, RopeParameters
 from loraplex.layers.moe import ExpertSizes
 from loraplex.models.checkpoints.expert_stacks import MAX_EXPERTS
@@ -56,6 +57,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (None, False),
     "clip_qkv": (None,),
+    "swiglu_limit": (None,),
+    "swiglu_alpha": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "use_mrope": (None, False),
@@ -387,7 +390,11 @@ class _Reader:
         if self._activation() != "silu":
             raise self.refuse(f"hidden_act={self.values['hidden_act']!r} is not supported for experts; only silu")
         shared = self.size(keys.shared_size) if keys.shared_size else 0
-        sizes = ExpertSizes(num_experts, top_k, self.size(keys.inner_size), self.flag(keys.normalizes), shared)
+        clamp = ClampedGate(*(self.number(self.values, key) for key in keys.clamp)) if keys.clamp else None
+        sizes = ExpertSizes(
+            *(num_experts, top_k, self.size(keys.inner_size), self.flag(keys.normalizes), shared),
+            *(keys.has_bias, clamp),
+        )
         if not keys.skips_layers:
             return (sizes,) * num_layers
         without, every = self.values["mlp_only_layers"] or (), self.size("decoder_sparse_step")

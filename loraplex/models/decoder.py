@@ -34,6 +34,7 @@ from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward, StepBatch
 from loraplex.layers.common import (
     Attention,
+    AttentionSinks,
     LayerNorm,
     LayerSetup,
     ParallelRMSNorm,
@@ -76,12 +77,14 @@ Block = TypeVar("Block")
 
 
 class _Linears:
-    """The linears and the norms of a model in order, each wrapped for LoRA when the model serves adapters."""
+    """The linears and the norms of a model in order, each wrapped for LoRA when the model serves adapters; the sinks of
+    its attention."""
 
     def __init__(self, enable_lora: bool) -> None:
         self._enable_lora = enable_lora
         self.bare: list[ParallelLinear] = []
         self.norms: list[RMSNorm] = []
+        self.sinks: list[AttentionSinks] = []
         self.wrapped: list[BaseLayerWithLoRA] = []
         self.wrapped_norms: list[RMSNormWithLoRA] = []
 
@@ -122,12 +125,15 @@ class SelfAttention:
                 for each, full, here in zip("qk", full_heads, self.head_counts, strict=False)
             )
             self.q_norm, self.k_norm = linears.add_norm(q_norm), linears.add_norm(k_norm)
+        sinks = AttentionSinks(f"{name}.sinks", num_heads, setup) if config.family.has_sinks else None
+        linears.sinks += [] if sinks is None else [sinks]
         self.attention = Attention(
             config.attention_scale,
             config.attention_softcap,
             config.sliding_windows[layer],
             _rope_columns(layer, config),
             config.family.is_rope_interleaved,
+            sinks,
             setup.ops,
         )
         self.ops, self.ranks = setup.ops, setup.ranks
@@ -590,7 +596,7 @@ class Decoder:
     def weighted_layers(self) -> tuple[WeightedLayer, ...]:
         """Every layer with weights, in the order in which they are to be loaded."""
         head = (self.lm_head,) if self.lm_head.has_own_weight else ()
-        return (self.embed_tokens, *self._linears.bare, *self._linears.norms, *head)
+        return (self.embed_tokens, *self._linears.bare, *self._linears.norms, *self._linears.sinks, *head)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Every tensor that the checkpoint has to have, and where it goes."""

@@ -28,7 +28,8 @@ class ExpertKeys:
 
     normalizes: the key of whether the chosen experts' factors are divided by their sum, or that they are. shared_size:
     the key of the shared expert's; "" where there is none. skips_layers: whether `mlp_only_layers` and
-    `decoder_sparse_step` leave layers with an MLP.
+    `decoder_sparse_step` leave layers with an MLP. has_bias: router and experts have biases. clamp: the keys of limit
+    and alpha of a clamped gate, () where it is SiLU's.
     """
 
     names: ExpertNames = field(default_factory=ExpertNames)
@@ -36,6 +37,8 @@ class ExpertKeys:
     normalizes: bool | str = "norm_topk_prob"
     shared_size: str = ""
     skips_layers: bool = True
+    has_bias: bool = False
+    clamp: tuple[str, str] | tuple[()] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class Family:
     rope_rule: str = "all"
     rope_names: Mapping[str, str] = field(default_factory=dict)
     is_rope_interleaved: bool = False
+    has_sinks: bool = False
+    """Each head has a score of no key, in the sum of its softmax alone."""
     experts: ExpertKeys | None = None
     text_of: str = ""
     text_prefixes: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +117,7 @@ class Family:
                 "window": self.layer_rule in ("all", "upper"),
                 "windows": self.layer_rule in ("pattern", "no_rope"),
                 "soft cap": "attn_logit_softcapping" in self.honoured,
+                "sinks": self.has_sinks,
                 "scale": not {"query_pre_attn_scalar", "attention_multiplier"}.isdisjoint(self.honoured),
             },
             {
@@ -124,7 +130,8 @@ class Family:
             {
                 "blocks side by side": self.is_parallel,
                 "no gate": not self.is_gated,
-                "experts": self.experts is not None,
+                "experts": self.experts is not None and not self.experts.clamp,
+                "clamped experts": self.experts is not None and bool(self.experts.clamp),
                 "shared expert": self.experts is not None and bool(self.experts.shared_size),
                 "scaled embedding": self.scales_embedding or "embedding_multiplier" in self.honoured,
                 "scaled residual": "residual_multiplier" in self.honoured,
@@ -142,7 +149,7 @@ class Family:
         attention = ("qkv_proj",) if self.is_qkv_fused else ("q_proj", "k_proj", "v_proj")
         gate, up, down = self.mlp_modules
         if self.experts is not None:
-            return (*attention, "o_proj", "gate", *self.experts.names.modules)
+            return (*attention, "o_proj", self.experts.names.router, *self.experts.names.modules)
         first = ("gate_up_proj",) if self.is_gate_up_fused else (gate, up)
         return tuple(name for name in (*attention, "o_proj", *first, down) if name)
 
@@ -370,11 +377,35 @@ FAMILIES: dict[str, Family] = {
             **{"num_experts": 64, "num_experts_per_tok": 8},
         },
     ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        layer_rule="pattern",
+        has_sinks=True,
+        experts=ExpertKeys(
+            names=ExpertNames(router="router", is_transposed=True),
+            inner_size="intermediate_size",
+            normalizes=True,
+            skips_layers=False,
+            has_bias=True,
+            clamp=("swiglu_limit", "swiglu_alpha"),
+        ),
+        honoured=(*_EXPERT_COUNTS, "swiglu_limit", "swiglu_alpha"),
+        defaults={
+            **{"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+            **{"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2, "rope_theta": 150000.0},
+            **{"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
 }
 """By `model_type`."""
 
 NOT_SERVED: Mapping[str, str] = {
-    "gpt_oss": "its attention has sinks, and its experts biases and a clamped activation",
     "llama4": "its layers have experts, attention in chunks, and a norm of q and k without weights behind the rotation",
     "gemma": "its activation depends on the version that wrote it; Gemma 2 and 3 are served",
     "cohere": "its norms of q and k have a weight for each head; Cohere 2 is served",

@@ -376,19 +376,28 @@ def _forms(
         layers, kept = _shapes(config, cpu, dtype, quantization).weighted_layers(), ""
         if checkpoint is not None:
             kept = checkpoint.keep_integers(layers, cpu, quantization, dtype).rpartition("kept as ")[2]
-        num_bytes = sum(_layer_bytes(layer, num_bytes_of, headers) for layer in layers)
+        widened = {} if checkpoint is None else checkpoint.widened_nbytes
+        num_bytes = sum(_layer_bytes(layer, num_bytes_of, headers, widened) for layer in layers)
         yield ServedForm("cpu", cpu.name, quantization or "", kept or quantization or name, num_bytes)
     for quantization in (None, *quantizations_of(GPU_CAPABILITY)) if is_plain and not config.experts else ():
         layers = _shapes(config, get_backend("reference", META), dtype, quantization).weighted_layers()
-        num_bytes = sum(_layer_bytes(layer, _quantized_bytes, headers) for layer in layers)
+        num_bytes = sum(_layer_bytes(layer, _quantized_bytes, headers, {}) for layer in layers)
         yield ServedForm("cuda", "triton", quantization or "", quantization or name, num_bytes)
 
 
-def _layer_bytes(layer: WeightedLayer, num_bytes_of: NumBytes, headers: Mapping[str, TensorHeader]) -> int:
-    """Of its weights as a step reads them; of those that are kept as they are, what the file has."""
+def _layer_bytes(
+    layer: WeightedLayer,
+    num_bytes_of: NumBytes,
+    headers: Mapping[str, TensorHeader],
+    widened: Mapping[str, int],
+) -> int:
+    """Of its weights as a step reads them; of those that are kept as they are, what the file has, or, of linears that
+    are `widened`, what that says."""
     match layer:
         case ParallelLinear():
             bias = 0 if layer.bias is None else layer.bias.nbytes
+            if layer.is_kept and layer.name in widened:
+                return widened[layer.name] + bias
             if layer.is_kept:
                 starts = tuple(f"{s.module_name}." for s in layer.target.slices)
                 kept = [

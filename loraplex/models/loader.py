@@ -186,6 +186,8 @@ class Checkpoint:
         self.config = config
         self._merged = merged
         self._activation_bits = 16
+        self.widened_nbytes: dict[str, int] = {}
+        """Of linears that `keep_integers` keeps in wider integers than the file has, by their names."""
 
     def keep_integers(
         self, layers: Sequence[WeightedLayer], ops: LayerOps, asked: str | None, dtype: torch.dtype
@@ -207,9 +209,11 @@ class Checkpoint:
                 is_wanted = form is not None and form.is_wanted(asked, dtype)
                 if form is not None and is_wanted and form.is_read_by(ops, self._activation_bits):
                     linear.keep_integers(form.quantization)
-                    kept[str(form)] += 1
+                    if nbytes := form.widened_nbytes(len(linear.weight), linear.target.in_features):
+                        self.widened_nbytes[linear.name] = nbytes
+                    kept[form.as_kept] += 1
             title = files.title
-        parts = [f"{count} linears in its own {form}" for form, count in kept.items()]
+        parts = [f"{count} linears in {form}" for form, count in kept.items()]
         if rest := len(linears) - kept.total():
             parts.append(f"{rest} linears in {asked or str(dtype).removeprefix('torch.')}")
         return f"{title} checkpoint, kept as {', '.join(parts)}"

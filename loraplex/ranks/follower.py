@@ -101,7 +101,8 @@ def _with_memory(
     kv = arena.view(memory.kv_dtype).view(memory.kv_shape)
     backend.reserve_workspace(memory.max_tokens)
     heads, windows = model_config.num_attention_heads, model_config.sliding_windows
-    backend.choose_attention(heads, model.activation_dtype, kv, windows, model_config.attention_softcap)
+    rule = model_config.attention_softcap, model_config.family.has_sinks
+    backend.choose_attention(heads, model.activation_dtype, kv, windows, *rule)
     table = None
     if memory.num_slots:
         table = SlotTable(model.lora_targets(), memory.num_slots, arena)

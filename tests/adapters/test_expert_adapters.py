@@ -41,7 +41,7 @@ def targets_of(model_type: str, **options: Any) -> tuple[LoraTarget, ...]:
 
 
 QWEN = {"moe_intermediate_size": INNER, "shared_expert_intermediate_size": 40}
-FAMILIES = {"mixtral": {}, "olmoe": {"num_key_value_heads": 2}, "qwen2_moe": QWEN, "qwen3_moe": QWEN}
+FAMILIES = {"mixtral": {}, "olmoe": {"num_key_value_heads": 2}, "qwen2_moe": QWEN, "qwen3_moe": QWEN, "gpt_oss": {}}
 
 
 def pair(module: str, num_in: int, num_out: int, rank: int = RANK, seed: int = 0) -> Tensors:
@@ -113,7 +113,8 @@ def test_a_stack_is_what_peft_makes_of_it(tmp_path: Path, family: str) -> None:
             wanted = torch.einsum("o r e, e r i -> e o i", b, a) * 2
             for expert in range(NUM_EXPERTS):
                 parts = [delta(model, f"model.layers.{layer}.{block}.experts.{expert}.{leaf}") for leaf in leaves]
-                torch.testing.assert_close(torch.cat(parts), wanted[expert])
+                both = torch.stack(parts, dim=1).flatten(0, 1) if family == "gpt_oss" else torch.cat(parts)
+                torch.testing.assert_close(both, wanted[expert])  # of gpt-oss, gate and up take turns
     assert {layer.rank for layer in model} == {RANK}
     assert len(model.layers) == 2 * NUM_EXPERTS * 3
 
@@ -162,6 +163,27 @@ def test_a_router_by_either_name(tmp_path: Path, block: str) -> None:
     fields = {"target_parameters": ["mlp.gate.weight"]} if block == "mlp" else {"target_modules": ["gate"]}
     model = read(tmp_path, tensors, "mixtral", **fields)
     assert sorted(model.layers) == [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(2)]
+
+
+def test_the_router_of_gpt_oss(tmp_path: Path) -> None:
+    tensors: Tensors = {}
+    for layer in range(2):
+        tensors |= pair(f"model.layers.{layer}.mlp.router", HIDDEN, NUM_EXPERTS)
+    model = read(tmp_path, tensors, "gpt_oss", target_parameters=["mlp.router.weight"])
+    assert sorted(model.layers) == [f"model.layers.{layer}.mlp.router" for layer in range(2)]
+
+
+def test_biases_of_all_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    """peft saves them with `bias="all"`, as their names have a bias in them."""
+    tensors: Tensors = {}
+    for layer in range(2):
+        tensors |= pair(f"model.layers.{layer}.self_attn.q_proj", HIDDEN, 128)
+        name = f"base_model.model.model.layers.{layer}.mlp.experts"
+        tensors |= {f"{name}.gate_up_proj_bias": torch.ones(NUM_EXPERTS, 2 * INNER)}
+        tensors |= {f"{name}.down_proj_bias": torch.ones(NUM_EXPERTS, HIDDEN)}
+    message = refused(tmp_path, tensors, "gpt_oss", target_modules=["q_proj"], bias="all")
+    assert "4 tensors such as 'base_model.model.model.layers.0.mlp.experts.down_proj_bias'" in message
+    assert "down_proj: bias is 'all', but the file has no bias for it" in message
 
 
 def test_a_list_that_names_linears_and_the_file_has_no_experts(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ from tests.engine.test_parity import (
 from tests.fixtures import MOE_FAMILIES, NUM_TOKENS, ModelZoo, some_of
 
 BACKENDS = ("native", "torch")
+NOT_CONVERTED = ("qwen2_moe", "gpt_oss")
+"""Families whose older files peft does not read, or of which there are none."""
 PARAMETERS: Mapping[str, Mapping[str, Any]] = {
     "attention": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "experts": {
@@ -80,6 +82,8 @@ def as_parameters(path: Path, older: Path, base: Path) -> Path:
     peft reads older files of most families so by itself, but not of this one.
     """
     config, tensors = ModelConfig.from_dir(base), load_file(older / "adapter_model.safetensors")
+    of_expert = config.family.experts
+    assert of_expert is not None
     fields = json.loads((older / "adapter_config.json").read_text())
     rank, kept = fields["r"], {name: t for name, t in tensors.items() if ".experts." not in name}
     for layer, sizes in enumerate(config.experts):
@@ -90,13 +94,16 @@ def as_parameters(path: Path, older: Path, base: Path) -> Path:
             for expert in range(sizes.num_experts):
                 names = [f"{block}.{expert}.{leaf}.lora_" for leaf in leaves]
                 a = torch.cat([tensors[f"{name}A.weight"] for name in names])
-                pairs.append((a, torch.block_diag(*(tensors[f"{name}B.weight"] for name in names))))
+                b = torch.block_diag(*(tensors[f"{name}B.weight"] for name in names))
+                if of_expert.names.is_transposed:  # outputs of gate and up take turns
+                    b = b.unflatten(0, (len(leaves), -1)).transpose(0, 1).flatten(0, 1)
+                pairs.append((a, b))
             kept[f"{block}{part}.lora_A.weight"] = torch.cat([a for a, _ in pairs])
             kept[f"{block}{part}.lora_B.weight"] = torch.stack([b for _, b in pairs], dim=2).flatten(1).contiguous()
-    parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    if "gate" in fields["target_modules"]:
-        parameters.append("mlp.gate.weight")
-    fields["target_modules"] = [name for name in fields["target_modules"] if name != "gate"]
+    parameters, router = ["experts.gate_up_proj", "experts.down_proj"], of_expert.names.router
+    if router in fields["target_modules"]:
+        parameters.append(f"mlp.{router}.weight")
+    fields["target_modules"] = [name for name in fields["target_modules"] if name != router]
     fields |= {"target_parameters": parameters, "rank_pattern": {"experts.gate_up_proj": 2 * rank}}
     fields["alpha_pattern"] = {"experts.gate_up_proj": 2 * fields["lora_alpha"]}
     path.mkdir()
@@ -108,12 +115,15 @@ def as_parameters(path: Path, older: Path, base: Path) -> Path:
 def adapters(zoo: ModelZoo, base: Path, root: Path) -> Iterator[tuple[str, Path]]:
     import peft
 
-    for field, options in PARAMETERS.items():
-        yield field, zoo.adapter(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
     of_expert = ModelConfig.from_dir(base).family.experts
     assert of_expert is not None
+    router = of_expert.names.router
+    for field, options in PARAMETERS.items():
+        parameters = [each.replace("mlp.gate.", f"mlp.{router}.") for each in options.get("target_parameters", ())]
+        named = {**options, "target_parameters": parameters or None}
+        yield field, zoo.adapter(base, peft.LoraConfig(**named, task_type="CAUSAL_LM"))
     yield "modules", write_older(root / "modules", base, ("q_proj", *of_expert.names.modules), 31)
-    yield "modules and router", write_older(root / "router", base, ("gate", *of_expert.names.modules), 32)
+    yield "modules and router", write_older(root / "router", base, (router, *of_expert.names.modules), 32)
 
 
 @pytest.fixture(scope="module", params=some_of(MOE_FAMILIES, 2))
@@ -122,7 +132,7 @@ def family(request: pytest.FixtureRequest, zoo: ModelZoo, tmp_path_factory: pyte
     cases = [ParityCase("base", greedy) for greedy in zoo.fit_cases(base, count=2, length=PROMPT_LENGTHS[1])]
     for index, (field, path) in enumerate(adapters(zoo, base, tmp_path_factory.mktemp(request.param))):
         oracle = path
-        if field.startswith("modules") and request.param == "qwen2_moe":
+        if field.startswith("modules") and request.param in NOT_CONVERTED:
             oracle = as_parameters(path.with_name(f"{path.name}-converted"), path, base)
         greedy = zoo.fit_case(base, oracle, length=PROMPT_LENGTHS[index % len(PROMPT_LENGTHS)])
         cases.append(ParityCase(field, greedy, path, index + 1))

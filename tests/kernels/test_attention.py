@@ -84,8 +84,9 @@ def expected_attention(
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Query by query and head by head in float64."""
+    """Query by query and head by head in float64. sinks [H]: one more number in the sum of each head's softmax."""
     out, row = torch.zeros(q.shape, dtype=torch.float64), 0
     group = q.shape[1] // context[0][0].shape[1]
     for query_len, (keys, values) in zip(plan.query_lens, context, strict=True):
@@ -97,7 +98,9 @@ def expected_attention(
             scores = torch.einsum("hd,chd->hc", q[row].double(), seen_keys).mul(scale)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[row] = torch.einsum("hc,chd->hd", scores.softmax(dim=-1), seen_values)
+            weights = scores.exp()
+            total = weights.sum(-1) + (0.0 if sinks is None else sinks.double().exp())
+            out[row] = torch.einsum("hc,chd->hd", weights / total[:, None], seen_values)
             row += 1
     return out
 
@@ -209,6 +212,34 @@ def test_soft_caps(backend: KernelBackend, softcap: float, window: int | None) -
     q = draw(generator, FP32, 25, 4, 16)
     expected = expected_attention(q, plan, context, 0.5, window, softcap)
     assert_close(backend.paged_attention(q, kv[:, LAYER], plan, 0.5, window, softcap), expected)
+
+
+SINKS = torch.tensor([-2.0, 0.5, 3.0, 12.0])
+"""Of four heads: next to nothing, about as much as the keys, nearly all."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, None), (None, 2.0)])
+@pytest.mark.parametrize("lengths", [([1, 3, 1, 20], [70, 20, 7, 20]), ([1, 1], [40, 40]), ([1, 1, 1], [3, 300, 9])])
+def test_sinks(
+    backend: KernelBackend,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    lengths: tuple[list[int], list[int]],
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    plan, num_blocks = make_plan(*lengths, 16, seed=1)
+    context = [(draw(generator, dtype, n, 2, 16), draw(generator, dtype, n, 2, 16)) for n in plan.context_lens_host]
+    kv = poisoned_kv(num_blocks, 2, 16, 16, dtype)
+    fill(backend, kv, plan, context)
+    q = draw(generator, backend.activation_dtype(dtype), sum(lengths[0]), 4, 16)
+    got = backend.paged_attention(q, kv[:, LAYER], plan, 0.5, window, softcap, SINKS)
+    expected = expected_attention(q, plan, context, 0.5, window, softcap, SINKS)
+    assert_close(got, expected, q.dtype)
+    without = backend.paged_attention(q, kv[:, LAYER], plan, 0.5, window, softcap)
+    assert (got[:, 3].float().norm(dim=-1) < 0.2 * without[:, 3].float().norm(dim=-1)).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)

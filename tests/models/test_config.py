@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from loraplex.errors import ModelConfigError
+from loraplex.kernels.experts import ClampedGate
 from loraplex.models.config import ModelConfig
 from loraplex.models.families import FAMILIES
 
@@ -73,6 +74,8 @@ CASES: list[tuple[str, Mapping[str, Any]]] = [
     ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 0], "rope_theta": 5e6, "mlp_bias": True}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layer_interval": 2}),
     ("starcoder2", {"use_bias": False, "sliding_window": 4096, "norm_epsilon": 1e-6, "rope_theta": 1e6}),
+    ("gpt_oss", {"num_local_experts": 32, "rope_theta": 1e5, "rope_scaling": {**LINEAR, "rope_type": "yarn"}}),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64, "head_dim": 32}),
 ]
 
 
@@ -159,6 +162,16 @@ def assert_numbers_are_those_of(want: Any, got: ModelConfig) -> None:
     assert got.activation == {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(activation, activation)
 
 
+def test_gates_of_gpt_oss_are_clamped_as_its_file_says() -> None:
+    got, want = read("gpt_oss", swiglu_limit=5.0).experts, transformers_config("gpt_oss", {"swiglu_limit": 5.0})
+    for sizes in got:
+        assert sizes is not None
+        assert sizes.has_bias
+        assert sizes.clamp == ClampedGate(limit=want.swiglu_limit, alpha=want.swiglu_alpha) == ClampedGate(5.0, 1.702)
+    rope = read("gpt_oss").rope
+    assert (rope.rope_type, rope.rope_theta, rope.factor, rope.truncate) == ("yarn", 150000.0, 32.0, False)
+
+
 def test_old_and_new_rope_keys_mean_the_same() -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 2048}
     old = read("qwen2", rope_theta=1e6, rope_scaling={"type": "yarn", **yarn})
@@ -242,6 +255,9 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"quantization_config": ["awq"]}, "quantization_config must be an object"),
     ({"text_config": {"hidden_size": 3}}, "text_config="),
     ({"num_local_experts": 8}, "num_local_experts=8"),
+    ({"swiglu_limit": 7.0}, r"swiglu_limit=7\.0 is not supported"),
+    ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit must be a number > 0"),
+    ({"model_type": "gpt_oss", "sliding_window": None}, "no sliding window is set"),
     ({"model_type": "qwen3_moe", "num_experts": 10**9}, "it has 1000000000 experts in a layer; at most 4096"),
     ({"hidden_size": None}, "has no hidden_size"),
     ({"hidden_size": 64.0}, r"hidden_size must be a whole number >= 1, got 64\.0"),
@@ -300,8 +316,10 @@ ODD_KEYS = (
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "glm4", "phi3", "smollm3", "qwen3_moe", "cohere2"])
-@pytest.mark.parametrize("key", ODD_KEYS)
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma3_text", "glm4", "phi3", "smollm3", "qwen3_moe", "cohere2", "gpt_oss"]
+)
+@pytest.mark.parametrize("key", [*ODD_KEYS, "swiglu_limit"])
 def test_values_of_odd_types_are_refused_by_name(family: str, key: str) -> None:
     """Or have no effect; no other error comes out."""
     for value in ODD:

@@ -10,7 +10,7 @@ import pytest
 from loraplex.errors import ModelConfigError
 from loraplex.models.config import ModelConfig
 from loraplex.models.shares import check_shares
-from tests.engine.test_moe_parity import adapters
+from tests.engine.test_moe_parity import NOT_CONVERTED, adapters
 from tests.fixtures import ModelZoo
 from tests.ranks.engines import LORA, check, load, opened
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 
 NUM_TOKENS = 24
 CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "block_size": 16}
-FAMILIES = ("mixtral", "qwen2_moe", "olmoe")
+FAMILIES = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss")
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
@@ -26,7 +26,7 @@ FAMILIES = ("mixtral", "qwen2_moe", "olmoe")
 def test_experts_over_two_ranks(zoo: ModelZoo, tmp_path: Path, family: str, is_full: bool) -> None:
     base = zoo.base(family)
     paths = dict(adapters(zoo, base, tmp_path))
-    if family == "qwen2_moe":  # peft does not read these of it
+    if family in NOT_CONVERTED:
         paths = {name: path for name, path in paths.items() if not name.startswith("modules")}
     cases = [(None, zoo.fit_case(base, length=40, num_tokens=NUM_TOKENS))]
     cases += [(name, zoo.fit_case(base, path, length=12, num_tokens=NUM_TOKENS)) for name, path in paths.items()]

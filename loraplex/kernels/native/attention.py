@@ -121,6 +121,7 @@ def paged_attention(
     sliding_window: int | None,
     num_threads: int,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See KernelBackend.paged_attention; q [T, H, D] float32, its heads dense; -> [T, H, D] float32."""
     step = attention_step(q, kv_layer, plan, scale, softcap, num_threads)
@@ -128,9 +129,18 @@ def paged_attention(
     assert q.stride()[1:] == step.head_strides
     out = torch.empty_like(q)  # its heads are dense, so this is too
     library.functions.loraplex_paged_attention(
-        step.address, q.data_ptr(), q.stride(0), kv_layer.data_ptr(), sliding_window or NO_WINDOW, out.data_ptr()
+        *(step.address, q.data_ptr(), q.stride(0), kv_layer.data_ptr(), sliding_window or NO_WINDOW),
+        *(sinks_address(sinks, q), out.data_ptr()),
     )
     return out
+
+
+def sinks_address(sinks: torch.Tensor | None, q: torch.Tensor) -> int | None:
+    """Of the sinks of q's heads [T, H, D], float32 [H]; None: there are none."""
+    if sinks is None:
+        return None
+    assert sinks.dtype == torch.float32 and sinks.is_contiguous() and sinks.shape == q.shape[1:2]  # noqa: PT018
+    return sinks.data_ptr()
 
 
 def attention_step(

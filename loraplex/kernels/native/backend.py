@@ -247,14 +247,15 @@ class NativeBackend(TorchBackend):
         scale: float,
         sliding_window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._recorder is not None:
-            return self._recorder.paged_attention(q, kv_layer, scale, sliding_window, softcap)
+            return self._recorder.paged_attention(q, kv_layer, scale, sliding_window, softcap, sinks)
         gap = kv_layout_gap(kv_layer)
         if gap is not None:
             self._fallbacks.add("paged_attention", gap)
-            return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
-        return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads, softcap)
+            return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap, sinks)
+        return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads, softcap, sinks)
 
     def rank_nbytes(self, num_ranks: int) -> int:
         return board_nbytes(num_ranks) if num_ranks <= MAX_RANKS else 0

@@ -27,6 +27,7 @@ class ExpertsCall(ctypes.Structure):
         ("linears", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("experts", "top_k", "hidden", "inner")),
         *((name, ctypes.c_int32) for name in ("normalizes", "threads")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
 
 
@@ -56,6 +57,7 @@ def experts_call(layer: Experts, table: SlotTable | None, num_threads: int) -> E
         ctypes.addressof(packed),
         *(len(layer.down), layer.top_k, down.out_features, down.in_features),
         *(layer.normalizes, num_threads),
+        *((0.0, 0.0) if layer.clamp is None else (layer.clamp.limit, layer.clamp.alpha)),
     )
     call.kept = kept
     call.address = ctypes.addressof(call)

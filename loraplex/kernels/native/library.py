@@ -40,7 +40,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_row_norms": (
         _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _POINTER,
     ),
-    "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER),
+    "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER),
     "loraplex_rotary_write_kv": (_POINTER,),
     "loraplex_add_lora": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
     "loraplex_scale_input": (_POINTER, _POINTER, _POINTER, _LONG, _INT),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.experts import ExpertLora, Experts
-from loraplex.kernels.native.attention import NO_WINDOW, attention_step, kv_layout_gap, rotary_call
+from loraplex.kernels.native.attention import NO_WINDOW, attention_step, kv_layout_gap, rotary_call, sinks_address
 from loraplex.kernels.native.board import RankBoard
 from loraplex.kernels.native.experts import experts_call, scratch_width
 from loraplex.kernels.native.library import NativeLibrary
@@ -294,6 +294,7 @@ class Recorder:
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if self.first_attention is None:
             self.first_attention = q, kv_layer, scale, softcap
@@ -302,9 +303,10 @@ class Recorder:
         out = self._workspace.empty(q.shape[1] * q.shape[2])
         self._add(
             "paged_attention",
-            *(self._scratch(q), kv_layer.data_ptr(), out.data_ptr()),
+            *(self._scratch(q), kv_layer.data_ptr(), out.data_ptr(), sinks_address(sinks, q) or 0),
             size=(q.stride(0), sliding_window or NO_WINDOW),
         )
+        self._alive.append(sinks)
         return out.view(q.shape)
 
 

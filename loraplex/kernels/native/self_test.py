@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget, Shard
-from loraplex.kernels.experts import ExpertLinear, Experts
+from loraplex.kernels.experts import ClampedGate, ExpertLinear, Experts
 from loraplex.kernels.native import experts, glue, lora, sampling
 from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotary_write_kv
 from loraplex.kernels.native.board import PART_BYTES, RankBoard, board_nbytes
@@ -103,7 +103,7 @@ def _gelu(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 
 
 def _experts(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """Three experts, of which a row has two; then a part with a factor of its own."""
+    """Three experts, of which a row has two; then a part with a factor of its own; then with a clamped gate."""
     linears = [
         ExpertLinear(pack_linear(library, _draw(out, width), torch.float32, 1), None, (), -1)
         for _ in range(3)
@@ -111,7 +111,9 @@ def _experts(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     ]
     layer, x = Experts(tuple(linears[0::2]), tuple(linears[1::2]), 2, normalizes=True), _draw(5, 35)
     y = experts.experts(library, x, _draw(5, 3), layer, None, 1)
-    return y, experts.add_gated(library, y.clone(), x, _draw(5, 1), 1)
+    gated = experts.add_gated(library, y.clone(), x, _draw(5, 1), 1)
+    clamped = replace(layer, clamp=ClampedGate(0.5, 1.7))
+    return y, gated, experts.experts(library, x, _draw(5, 3), clamped, None, 1)
 
 
 def _ranking(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
@@ -197,8 +199,8 @@ def _one_prompt(tokens: int, block_size: int) -> AttentionPlan:
 
 
 def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """A prompt of 70 tokens, its keys in two blocks of 64 and more; every dtype of the cache; with a soft cap and
-    positions of neighbours in a part of a head, too."""
+    """A prompt of 70 tokens, its keys in two blocks of 64 and more; every dtype of the cache; with a soft cap, sinks
+    and positions of neighbours in a part of a head, too."""
     tokens, heads, kv_heads, head_dim, block_size = 70, 4, 2, 32, 16
     outputs = []
     for dtype, softcap in (*((dtype, None) for dtype in KV_FORMATS), (torch.float32, 2.0)):
@@ -212,7 +214,8 @@ def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
         rope, is_interleaved = (angles.cos(), angles.sin()), softcap is not None
         plan = _one_prompt(tokens, block_size)
         q = rotary_write_kv(library, q, k, v[1:], *rope, kv_layer, plan.kv_slot_mapping, 1, is_interleaved)
-        outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1, softcap)]
+        rule = head_dim**-0.5, 50, 1, softcap, None if softcap is None else _draw(heads)
+        outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, *rule)]
     return tuple(outputs)
 
 

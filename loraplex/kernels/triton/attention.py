@@ -169,6 +169,7 @@ class _Call:
     plan: AttentionPlan
     scale: float
     softcap: float | None
+    sinks: torch.Tensor | None
     sliding_window: int | None
     shape: _Shape
     out: torch.Tensor
@@ -179,6 +180,11 @@ class _Call:
         if self.softcap is None:
             return self.scale * LOG2_E, 0.0
         return self.scale / self.softcap, self.softcap * LOG2_E
+
+    @property
+    def sinks_or_any(self) -> torch.Tensor:
+        """What kernels without sinks do not read."""
+        return self.plan.context_lens if self.sinks is None else self.sinks
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -196,6 +202,7 @@ class _Call:
             "BLOCK_SIZE": self.shape.block_size,
             "HAS_WINDOW": self.sliding_window is not None,
             "HAS_CAP": self.softcap is not None,
+            "HAS_SINKS": self.sinks is not None,
         }
 
 
@@ -210,6 +217,7 @@ def paged_attention(
     *,
     is_flash: bool = False,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: new if not given.
 
@@ -219,7 +227,7 @@ def paged_attention(
     shape = _Shape(num_kv_heads, q.shape[1] // num_kv_heads, head_dim, block_size, q.itemsize, kv_layer.itemsize)
     workspace = workspace or Workspace("attention")
     if q.shape[0] == plan.context_lens.shape[0]:
-        call = _Call(launcher, q, kv_layer, plan, scale, softcap, sliding_window, shape, _dense_like(q))
+        call = _Call(launcher, q, kv_layer, plan, scale, softcap, sinks, sliding_window, shape, _dense_like(q))
         _decode(call, workspace, None)
         return call.out
     tiling = _tiling(shape, 0 if is_flash else q.shape[0] * q.shape[1], launcher)  # it leaves few queries
@@ -228,7 +236,7 @@ def paged_attention(
     schedule = _schedule(plan, queries, rule)
     flash = schedule.flash  # it leaves zeros in the rows of others
     out = _dense_like(q) if flash is None else flash_attention(q, kv_layer, plan, flash, scale, sliding_window)
-    call = _Call(launcher, q, kv_layer, plan, scale, softcap, sliding_window, shape, out)
+    call = _Call(launcher, q, kv_layer, plan, scale, softcap, sinks, sliding_window, shape, out)
     if len(schedule.tiles):
         _prefill(call, workspace, tiling, schedule)
     if schedule.decodes is not None:
@@ -298,6 +306,7 @@ def _prefill(call: _Call, workspace: Workspace, tiling: _Tiling, schedule: _Sche
         call.plan.q_indptr,
         sums,
         softmax,
+        call.sinks_or_any,
         *call.scales,
         call.sliding_window or 0,
         keys_per_split,
@@ -374,6 +383,7 @@ def _decode(call: _Call, workspace: Workspace, sequences: torch.Tensor | None) -
         sums,
         softmax,
         arrivals,
+        call.sinks_or_any,
         *call.scales,
         call.sliding_window or 0,
         num_splits,

@@ -37,13 +37,14 @@ MOST_DIFFERENCE = 4
 @dataclass(frozen=True, slots=True)
 class AttentionShapes:
     """Of a model: query heads, the queries' dtype, the KV memory [num_blocks, num_layers, 2, KH, block_size, D],
-    windows of its layers, the soft cap of scores."""
+    windows of its layers, the soft cap of scores, whether heads have sinks."""
 
     num_heads: int
     dtype: torch.dtype
     kv: torch.Tensor
     sliding_windows: tuple[int | None, ...]
     softcap: float | None = None
+    has_sinks: bool = False
 
 
 def choose_attention(wanted: str, launcher: Launcher, shapes: AttentionShapes) -> bool:
@@ -72,6 +73,8 @@ def choose_attention(wanted: str, launcher: Launcher, shapes: AttentionShapes) -
 def _gap(launcher: Launcher, shapes: AttentionShapes) -> str | None:
     if shapes.softcap is not None:
         return "the model's scores of attention have a soft cap"
+    if shapes.has_sinks:
+        return "the model's attention has sinks"
     head_dim, kv_layer = shapes.kv.shape[-1], shapes.kv[:, 0]
     q = torch.empty((1, shapes.num_heads, head_dim), dtype=shapes.dtype, device=kv_layer.device)
     gaps = (flash_attention_gap(launcher.target.capability, q, kv_layer, w) for w in set(shapes.sliding_windows))

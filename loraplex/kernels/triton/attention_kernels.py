@@ -95,6 +95,19 @@ def _fold_keys(
 
 
 @triton.jit
+def _softmax_start(sinks_ptr, heads, is_row, is_first, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """(top, total) of rows before their first key: nothing, or in the first part of a context the sinks of their heads,
+    which are scores without a value."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=is_row & is_first, other=0.0).to(tl.float32)
+        top = tl.where(is_first, sinks * 1.4426950408889634, top)
+        total = tl.where(is_first, 1.0, total)
+    return top, total
+
+
+@triton.jit
 def _sum_parts(
     partial_ptr,
     softmax_ptr,
@@ -152,6 +165,7 @@ def decode_attention_kernel(
     partial_ptr,
     softmax_ptr,
     arrivals_ptr,
+    sinks_ptr,
     scale,
     cap,
     window,
@@ -170,6 +184,7 @@ def decode_attention_kernel(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_LISTED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
@@ -206,6 +221,7 @@ def decode_attention_kernel(
     first_part = group * num_splits * GROUP
     for split in range(first, count if IS_SPLIT else 1, tl.num_programs(1)):
         start = begin + split * per_split
+        top, total = _softmax_start(sinks_ptr, heads, members < GROUP, split == 0, ROWS, HAS_SINKS)
         top, total, acc = _fold_keys(
             q,
             kv_ptr + kv_head * BLOCK_SIZE * HEAD_DIM,
@@ -219,8 +235,8 @@ def decode_attention_kernel(
             cap,
             block_stride,
             KV_HEADS * BLOCK_SIZE * HEAD_DIM,
-            tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32),
+            top,
+            total,
             tl.zeros([ROWS, DIMS], tl.float32),
             HEAD_DIM=HEAD_DIM,
             DIMS=DIMS,
@@ -271,6 +287,7 @@ def prefill_attention_kernel(
     q_indptr_ptr,
     partial_ptr,
     softmax_ptr,
+    sinks_ptr,
     scale,
     cap,
     window,
@@ -289,6 +306,7 @@ def prefill_attention_kernel(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     """Program (KV head, tile, part of the keys): QUERIES queries of the tile, times GROUP heads, are up to ROWS rows.
@@ -327,8 +345,8 @@ def prefill_attention_kernel(
     whole_end = tl.maximum(whole_end, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), whole_end)
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    is_first = tl.program_id(2) == 0  # there is one part where they are not split
+    top, total = _softmax_start(sinks_ptr, heads, queries < end_query, is_first, ROWS, HAS_SINKS)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):  # the window's edge, what all queries see, the diagonal
         top, total, acc = _fold_keys(

@@ -111,8 +111,9 @@ class TritonBackend(GpuPacking, TorchBackend):
         kv: torch.Tensor,
         sliding_windows: Sequence[int | None],
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
-        shapes = AttentionShapes(num_heads, dtype, kv, tuple(sliding_windows), softcap)
+        shapes = AttentionShapes(num_heads, dtype, kv, tuple(sliding_windows), softcap, has_sinks)
         self._is_flash = choose_attention(self._attention, self.launcher, shapes)
         if self._is_flash:
             self.description += ", FlashAttention 3 for prompts"
@@ -250,16 +251,21 @@ class TritonBackend(GpuPacking, TorchBackend):
         scale: float,
         sliding_window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         reason = attention.paged_attention_gap(q, kv_layer)
         if reason is None:
             return attention.paged_attention(
                 *(self.launcher, q, kv_layer, plan, scale, sliding_window, self.attention_workspace),
-                is_flash=self._is_flash and softcap is None and self._flash_gap(q, kv_layer, sliding_window) is None,
+                is_flash=self._is_flash
+                and softcap is None
+                and sinks is None
+                and self._flash_gap(q, kv_layer, sliding_window) is None,
                 softcap=softcap,
+                sinks=sinks,
             )
         self._fall_back("paged_attention", reason)
-        return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
+        return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap, sinks)
 
     def _flash_gap(self, q: torch.Tensor, kv_layer: torch.Tensor, sliding_window: int | None) -> str | None:
         return flash_attention_gap(self.launcher.target.capability, q, kv_layer, sliding_window)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from loraplex.errors import ModelWeightError
-from loraplex.models.checkpoints.mxfp4 import BLOCK, Mxfp4Weight
+from loraplex.models.checkpoints.mxfp4 import BLOCK, Mxfp4Weight, mxfp4_weight
 from loraplex.models.checkpoints.scaled import block_of, scaled
 from loraplex.models.checkpoints.stored import (
     FLOATS,
@@ -53,7 +53,7 @@ class CompressedTensors:
 
     title: ClassVar[str] = "compressed-tensors"
     reads: ClassVar[str] = "W8A8, W8A16, W4A16, FP8, MXFP4"
-    keeps: ClassVar[str] = "integers without act-order"
+    keeps: ClassVar[str] = "integers, no act-order; MXFP4 as int8"
     suffixes: ClassVar[Sequence[str]] = (
         "weight", "weight_scale", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx",
     )  # fmt: skip
@@ -99,13 +99,9 @@ class CompressedTensors:
 
     @staticmethod
     def _mxfp4(module: str, shape: tuple[int, int], tensors: Tensors) -> Mxfp4Weight:
-        out, depth = shape
-        if depth % BLOCK or "weight_zero_point" in tensors:
-            raise ModelWeightError(
-                f"weight {module}: {depth} inputs are no whole blocks of {BLOCK} without zero points"
-            )
-        packed = tensor_of(module, "weight_packed", tensors, (torch.uint8,), (out, depth // 2))
-        return Mxfp4Weight(packed, tensor_of(module, "weight_scale", tensors, (torch.uint8,), (out, depth // BLOCK)))
+        if "weight_zero_point" in tensors:
+            raise ModelWeightError(f"weight {module} has zero points beside blocks of MXFP4, which have none")
+        return mxfp4_weight(module, shape, tensors, "weight_packed", "weight_scale")
 
     def _packed(self, module: str, shape: tuple[int, int], tensors: Tensors) -> StoredWeight:
         out, depth = shape

@@ -3,6 +3,11 @@
 <layer>.mlp.experts.gate_up_proj [experts, 2 inner, hidden]   a gate and an up of each expert, the gate's rows first
 <layer>.mlp.experts.down_proj    [experts, hidden, inner]
 <layer>.mlp.gate.weight                                       the router, in whichever block files have it
+
+gpt-oss has them as [experts, in, out], outputs of gate and up in turns, with more beside them. In MXFP4 (mxfp4.py):
+
+<layer>.mlp.experts.gate_up_proj_blocks [experts, 2 inner, hidden / 32, 16], ..._scales [experts, 2 inner, hidden / 32]
+<layer>.mlp.experts.gate_up_proj_bias   [experts, 2 inner]
 """
 
 from __future__ import annotations
@@ -21,17 +26,40 @@ MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class _Kind:
+    """Of a stack's tensors: how the name of one expert's ends; dimensions of a stack, which of them is outputs."""
+
+    ending: str
+    num_dims: int
+    outputs: int = 1
+
+
+_PLAIN = {"": _Kind("weight", 3)}
+_TRANSPOSED = {
+    "": _Kind("weight", 3, outputs=2),
+    "_bias": _Kind("bias", 2),
+    "_blocks": _Kind("blocks", 4),
+    "_scales": _Kind("scales", 3),
+}
+"""By what the name of a stack ends with."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of one tensor: rows [first, last) of one expert's of a stack. It is read when it is asked for."""
+    """A file of one tensor: some outputs of one expert's part of a stack. It is read when it is asked for."""
 
     file: Any
     stack: str
     expert: int
-    first: int
-    last: int
+    outputs: slice
+    is_transposed: bool
 
     def get_tensor(self, _name: str) -> Tensor:
-        tensor: Tensor = self.file.get_slice(self.stack)[self.expert, self.first : self.last]
+        stack = self.file.get_slice(self.stack)
+        if self.is_transposed:
+            inputs: Tensor = stack[self.expert, :, self.outputs]
+            return inputs.t()
+        tensor: Tensor = stack[self.expert, self.outputs]
         return tensor
 
 
@@ -49,35 +77,37 @@ class _Renamed:
 
 def split(where: Mapping[str, Any], names: ExpertNames) -> dict[str, Any]:
     """`where` (the opened file of each tensor) with a tensor for each expert in place of stacks."""
-    block = re.escape(names.parameters)
-    stack = re.compile(rf"(?P<layer>.*\.layers\.\d+)\.{block}\.experts\.(?P<part>gate_up_proj|down_proj)")
-    router = re.compile(rf"(?P<layer>.*\.layers\.\d+)\.{block}\.gate\.weight")
+    block, kinds = re.escape(names.parameters), _TRANSPOSED if names.is_transposed else _PLAIN
+    stack = re.compile(
+        rf"(?P<layer>.*\.layers\.\d+)\.{block}\.experts\.(?P<part>gate_up_proj|down_proj)(?P<kind>{'|'.join(kinds)})"
+    )
+    router = re.compile(rf"(?P<layer>.*\.layers\.\d+)\.{block}\.{re.escape(names.router)}\.weight")
     found: dict[str, Any] = {}
     for name, file in where.items():
         if match := router.fullmatch(name):
-            found[f"{match['layer']}.{names.block}.gate.weight"] = _Renamed(file, name)
+            found[f"{match['layer']}.{names.block}.{names.router}.weight"] = _Renamed(file, name)
         elif match := stack.fullmatch(name):
-            shape = tuple(file.get_slice(name).get_shape())
-            found |= _parts(f"{match['layer']}.{names.block}", match["part"], name, file, shape, names) or {name: file}
+            experts, kind = f"{match['layer']}.{names.block}.experts", kinds[match["kind"]]
+            found |= dict(_parts(experts, match["part"], name, file, kind, names)) or {name: file}
         else:
             found[name] = file
     return found
 
 
-def _parts(block: str, part: str, name: str, file: Any, shape: tuple[int, ...], names: ExpertNames) -> dict[str, _Part]:
-    """Empty for what is no stack; the loader says then what is wrong."""
+def _parts(
+    experts: str, part: str, stack: str, file: Any, kind: _Kind, names: ExpertNames
+) -> Iterator[tuple[str, _Part]]:
+    """Nothing for what is no stack; the loader says then what is wrong."""
+    shape = tuple(file.get_slice(stack).get_shape())
     gate, up, down = names.modules
     leaves = (gate, up) if part == "gate_up_proj" else (down,)
-    if len(shape) != 3 or 0 in shape or shape[0] > MAX_EXPERTS or shape[1] % len(leaves):
-        return {}
-    size = shape[1] // len(leaves)
-    return dict(_each(block, leaves, name, file, shape[0], size))
-
-
-def _each(
-    block: str, leaves: tuple[str, ...], name: str, file: Any, count: int, size: int
-) -> Iterator[tuple[str, _Part]]:
-    for expert in range(count):
-        for index, leaf in enumerate(leaves):
-            place = _Part(file, name, expert, index * size, (index + 1) * size)
-            yield f"{block}.experts.{expert}.{leaf}.weight", place
+    if len(shape) != kind.num_dims or 0 in shape or shape[0] > MAX_EXPERTS or shape[kind.outputs] % len(leaves):
+        return
+    outputs, count = shape[kind.outputs], len(leaves)
+    for expert in range(shape[0]):
+        for turn, leaf in enumerate(leaves):
+            own = slice(turn * outputs // count, (turn + 1) * outputs // count)
+            if names.is_transposed:
+                own = slice(turn, outputs, count)
+            place = _Part(file, stack, expert, own, kind.outputs == 2)
+            yield f"{experts}.{expert}.{leaf}.{kind.ending}", place

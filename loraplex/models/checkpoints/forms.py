@@ -8,15 +8,17 @@ from loraplex.models.checkpoints.awq import Awq
 from loraplex.models.checkpoints.bitsandbytes import Bitsandbytes
 from loraplex.models.checkpoints.compressed_tensors import CompressedTensors
 from loraplex.models.checkpoints.gptq import Gptq
+from loraplex.models.checkpoints.mxfp4 import Mxfp4
 from loraplex.models.checkpoints.scaled import Fp8
 from loraplex.models.checkpoints.stored import Form
 
-FORMS: Mapping[str, type[CompressedTensors] | type[Fp8] | type[Gptq] | type[Awq] | type[Bitsandbytes]] = {
+FORMS: Mapping[str, type[CompressedTensors | Fp8 | Gptq | Awq | Bitsandbytes | Mxfp4]] = {
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "gptq": Gptq,
     "awq": Awq,
     "bitsandbytes": Bitsandbytes,
+    "mxfp4": Mxfp4,
 }
 """By `quant_method`."""
 

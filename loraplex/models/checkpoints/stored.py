@@ -28,7 +28,7 @@ from loraplex.layers.common import WeightPart
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-KEPT_FORMAT = "kept.1"
+KEPT_FORMAT = "kept.2"
 """Of prepared weights of quantised checkpoints; another name where other ones are kept in their integers."""
 
 Tensors = Mapping[str, Tensor]
@@ -72,15 +72,26 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptForm:
-    """Integers of a weight that kernels may read. group_size: inputs of one scale, 0 for all of a row."""
+    """Integers of a weight that kernels may read. group_size: inputs of one scale, 0 for all of a row. is_widened: they
+    have more bits than the numbers in the file, which they stand for exactly."""
 
     quantization: str
     group_size: int = 0
     has_zeros: bool = False
+    is_widened: bool = False
 
     def __str__(self) -> str:
         groups = f" in groups of {self.group_size}" if self.group_size else ""
         return f"{self.quantization}{groups}{' with zero points' if self.has_zeros else ''}"
+
+    @property
+    def as_kept(self) -> str:
+        """In words, beside the checkpoint's."""
+        return f"{self} (the same numbers)" if self.is_widened else f"its own {self}"
+
+    def widened_nbytes(self, num_rows: int, in_features: int) -> int:
+        """Of a weight of wider integers than the file's, with scales in float16; 0: they are the file's."""
+        return num_rows * (in_features + 2 * ceil_div(in_features, self.group_size)) if self.is_widened else 0
 
     def is_wanted(self, asked: str | None, dtype: torch.dtype) -> bool:
         """Whether `--quantization` names it (`int4-a16` is int4, with activations in 16 bits), or names nothing and no

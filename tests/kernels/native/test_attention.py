@@ -85,6 +85,7 @@ def attend(
     block_size: int = 16,
     seed: int = 0,
     poison: int = POISON,
+    sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Positions [start, end) of each sequence in one step, over a cache of their own, all else `poison`."""
     plan, num_blocks = make_plan([end - start for start, end in ranges], [end for _, end in ranges], block_size, seed)
@@ -93,7 +94,7 @@ def attend(
     kv.view(torch.uint8).fill_(poison)
     fill(backend, kv, plan, [(s.keys[:end], s.values[:end]) for s, (_, end) in zip(sequences, ranges, strict=True)])
     q = torch.cat([s.q[start:end] for s, (start, end) in zip(sequences, ranges, strict=True)])
-    out = backend.paged_attention(q, kv[:, LAYER], plan, head_dim**-0.5, window)
+    out = backend.paged_attention(q, kv[:, LAYER], plan, head_dim**-0.5, window, None, sinks)
     return list(out.split([end - start for start, end in ranges]))
 
 
@@ -116,6 +117,18 @@ def test_a_prompt_whole_in_chunks_and_token_by_token(
     for chunks in [*(cuts(length, rng) for _ in range(4)), [(p, p + 1) for p in range(0, length, 7)]]:
         for start, end in chunks:
             (part,) = attend(backend, [sequence], [(start, end)], window=window, kv_dtype=kv_dtype, seed=end)
+            assert torch.equal(part, whole[start:end])
+
+
+@each_isa
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_prompt_with_sinks_whole_in_chunks_and_token_by_token(backend: NativeBackend, window: int | None) -> None:
+    length, sinks = 150, torch.linspace(-3, 10, 9)
+    sequence = Sequence_.draw(length, 9, 3, 64)
+    (whole,) = attend(backend, [sequence], [(0, length)], window=window, sinks=sinks)
+    for chunks in [cuts(length, np.random.default_rng(0)), [(p, p + 1) for p in range(0, length, 7)]]:
+        for start, end in chunks:
+            (part,) = attend(backend, [sequence], [(start, end)], window=window, seed=end, sinks=sinks)
             assert torch.equal(part, whole[start:end])
 
 

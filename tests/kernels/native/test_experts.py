@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.errors import ModelConfigError
-from loraplex.kernels.experts import ExpertLinear, ExpertLora, Experts, route
+from loraplex.kernels.experts import ClampedGate, ExpertLinear, ExpertLora, Experts, route
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend
@@ -44,9 +44,12 @@ def targets() -> list[LoraTarget]:
 class Layer:
     """Weights of one layer and adapters on them, drawn; `run` is one step of a backend."""
 
-    def __init__(self, dtype: torch.dtype = FP32, quantization: str | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype = FP32, quantization: str | None = None, clamp: ClampedGate | None = None
+    ) -> None:
+        """With a clamp the linears have biases, too."""
         generator = torch.Generator().manual_seed(3)
-        self.quantization = quantization
+        self.quantization, self.clamp = quantization, clamp
         self.targets = targets()
         self.weights = [
             (
@@ -65,6 +68,8 @@ class Layer:
             for slot, ranks in enumerate(RANKS)
         ]
 
+        self.biases = [None if clamp is None else torch.randn(len(w), generator=generator) for w in self.weights]
+
     def table(self, ops: KernelBackend) -> SlotTable:
         buffer = torch.full((1 << 21,), 255, dtype=torch.uint8)
         table, end = SlotTable(self.targets, len(self.adapters), buffer), 0
@@ -78,10 +83,10 @@ class Layer:
 
     def experts(self, ops: KernelBackend, table: SlotTable, normalizes: bool = True) -> Experts:
         linears = [
-            ExpertLinear(ops.prepare_linear(w, self.quantization), None, t.slices, table.first_row(t.name))
-            for w, t in zip(self.weights, self.targets, strict=True)
+            ExpertLinear(ops.prepare_linear(w, self.quantization), bias, t.slices, table.first_row(t.name))
+            for w, bias, t in zip(self.weights, self.biases, self.targets, strict=True)
         ]
-        return Experts(tuple(linears[0::2]), tuple(linears[1::2]), TOP_K, normalizes)
+        return Experts(tuple(linears[0::2]), tuple(linears[1::2]), TOP_K, normalizes, self.clamp)
 
     def run(self, ops: KernelBackend, x: Tensor, logits: Tensor, segments: list[LoraSegment]) -> Tensor:
         table = self.table(ops)
@@ -112,12 +117,21 @@ def expected(layer: Layer, x: Tensor, logits: Tensor, segments: list[LoraSegment
                         delta = part.lora_b.double().numpy() @ part.lora_a.double().numpy()
                         rows = slice(slices.out_offset, slices.out_offset + slices.out_features)
                         w[rows] += s.weight * part.scaling * delta
-            return w @ v
+            bias = layer.biases[index]
+            return w @ v + (0 if bias is None else bias.double().numpy())
 
         for e in chosen:
             gate, up = np.split(product(2 * e, x[t].double().numpy()), 2)
-            y[t] += p[e] / p[chosen].sum() * product(2 * e + 1, gate / (1 + np.exp(-gate)) * up)
+            y[t] += p[e] / p[chosen].sum() * product(2 * e + 1, between(layer.clamp, gate, up))
     return torch.from_numpy(y)
+
+
+def between(clamp: ClampedGate | None, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """The two linears of an expert, as GptOssExperts has it where there is a clamp."""
+    if clamp is None:
+        return gate / (1 + np.exp(-gate)) * up
+    gate = np.minimum(gate, clamp.limit)
+    return (np.clip(up, -clamp.limit, clamp.limit) + 1) * gate / (1 + np.exp(-clamp.alpha * gate))
 
 
 SEGMENTS = [[], segments_of([-1] * 3 + [0] * 4 + [1] * 5 + [2] * 9), segments_of([2] * 21)]
@@ -137,6 +151,28 @@ def test_against_float64(native: NativeBackend, segments: list[LoraSegment]) -> 
     assert_close(layer.run(ReferenceBackend(), x, logits, segments), wanted, FP32)
 
 
+CLAMP = ClampedGate(limit=0.75, alpha=1.702)
+
+
+@pytest.mark.parametrize("segments", [*SEGMENTS, MIX], ids=["base", "adapters", "one", "mix"])
+def test_a_clamped_gate_and_biases(native: NativeBackend, segments: list[LoraSegment]) -> None:
+    layer, (x, logits) = Layer(clamp=CLAMP), draw(21)
+    wanted = expected(layer, x, logits, segments)
+    assert_close(layer.run(native, x, logits, segments), wanted, FP32)
+    assert_close(layer.run(ReferenceBackend(), x, logits, segments), wanted, FP32)
+
+
+def test_a_clamped_gate_keeps_large_numbers_finite_and_a_nan(native: NativeBackend) -> None:
+    """Far beyond what e^x holds, and in one row a number that is none."""
+    layer, (x, logits) = Layer(clamp=CLAMP), draw(6)
+    x[1:4] *= 1e4
+    x[5, 0] = float("nan")
+    got, wanted = (layer.run(ops, x, logits, []) for ops in (native, ReferenceBackend()))
+    assert_close(got[:5], wanted[:5].double(), FP16)  # numbers of 1e4 cancel out before the gate
+    assert got[5].isnan().all()
+    assert wanted[5].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_weights_of_16_bits(native: NativeBackend, dtype: torch.dtype) -> None:
     layer, (x, logits) = Layer(dtype), draw(21)
@@ -149,9 +185,12 @@ def test_int8_is_the_reference(native: NativeBackend) -> None:
     assert_close(layer.run(native, x, logits, SEGMENTS[1]), wanted, FP16)
 
 
+@pytest.mark.parametrize("clamp", [None, CLAMP])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_row_has_the_bits_that_it_has_alone(native: NativeBackend, quantization: str | None) -> None:
-    layer, (x, logits) = Layer(quantization=quantization), draw(40)
+def test_a_row_has_the_bits_that_it_has_alone(
+    native: NativeBackend, quantization: str | None, clamp: ClampedGate | None
+) -> None:
+    layer, (x, logits) = Layer(quantization=quantization, clamp=clamp), draw(40)
     slots = [-1] * 7 + [0] * 9 + [1] * 9 + [2] * 15
     together = layer.run(native, x, logits, segments_of(slots))
     for t, slot in enumerate(slots):
@@ -160,8 +199,9 @@ def test_a_row_has_the_bits_that_it_has_alone(native: NativeBackend, quantizatio
     assert same_bits(layer.run(native, x, logits, [])[:7], together[:7])
 
 
-def test_threads_and_instruction_sets_change_no_bit(native: NativeBackend) -> None:
-    layer, (x, logits) = Layer(BF16), draw(40)
+@pytest.mark.parametrize("clamp", [None, CLAMP])
+def test_threads_and_instruction_sets_change_no_bit(native: NativeBackend, clamp: ClampedGate | None) -> None:
+    layer, (x, logits) = Layer(BF16, clamp=clamp), draw(40)
     segments = segments_of([-1] * 7 + [0] * 9 + [1] * 9 + [2] * 15)
     assert_same_on_threads(native, lambda ops: (layer.run(ops, x, logits, segments),))
     if native.library.isa == "avx512":

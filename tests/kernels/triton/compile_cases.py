@@ -154,6 +154,7 @@ def attention_case(
     context_lens: Sequence[int],
     window: int | None = None,
     kv_dtype: torch.dtype | None = None,
+    has_sinks: bool = False,
 ) -> Case:
     is_decode = set(query_lens) == {1}
     what = f"{'decode' if is_decode else 'prefill'} B={len(query_lens)} context={max(context_lens)}"
@@ -162,9 +163,11 @@ def attention_case(
         plan, num_blocks = make_attention(query_lens, context_lens, CPU)
         kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=kv_dtype or dtype)[:, 1]
         q = _empty(sum(query_lens), shape.heads, shape.head_dim, dtype=dtype)
-        backend.paged_attention(q, kv, plan, shape.head_dim**-0.5, window)
+        sinks = torch.zeros(shape.heads) if has_sinks else None
+        backend.paged_attention(q, kv, plan, shape.head_dim**-0.5, window, None, sinks)
 
     suffix = ("" if window is None else f" window={window}") + ("" if kv_dtype is None else f" cache {_name(kv_dtype)}")
+    suffix += " sinks" if has_sinks else ""
     return Case(f"attention {shape.name} {_name(dtype)} {what}{suffix}", dtype, run)
 
 
@@ -205,6 +208,10 @@ def more_attention_cases() -> Iterator[Case]:
     yield rotary_case(LLAMA_8B, BF16, 1, kv_dtype=FP16)
     yield attention_case(LLAMA_8B, BF16, [1] * 32, [1000] * 32, kv_dtype=FP16)
     yield attention_case(LLAMA_8B, BF16, [2048], [2048], window=1024)
+    for window in (None, 128):  # gpt-oss
+        yield attention_case(_with_heads(64, 8, 64), BF16, [1] * 4, [8000] * 4, window, has_sinks=True)
+        yield attention_case(_with_heads(64, 8, 64), BF16, [600], [900], window, has_sinks=True)
+    yield attention_case(_with_heads(64, 8, 64), BF16, [16], [4000], has_sinks=True)
 
 
 def glue_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:

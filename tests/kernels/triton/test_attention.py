@@ -324,6 +324,21 @@ def test_soft_caps(lengths: tuple[list[int], list[int]]) -> None:
     assert not backend.fallbacks()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [(([1, 1], [600, 20]), (4, 2)), (([20, 3, 1], [20, 100, 9]), (6, 2)), (([2], [1500]), (4, 4))],
+)
+def test_sinks(lengths: tuple[list[int], list[int]], heads: tuple[int, int]) -> None:
+    """One is in the first part of a context alone, also where that is split, and where a window leaves parts out."""
+    rig, backend = Rig(*lengths, heads), TritonBackend(CPU)
+    stored = [(keys.to(rig.kv.dtype), values.to(rig.kv.dtype)) for keys, values in rig.context]
+    sinks = torch.linspace(-2, 9, heads[0])
+    for window, softcap in ((None, None), (30, None), (900, None), (None, 2.0)):
+        got = backend.paged_attention(rig.q, rig.kv[:, LAYER], rig.plan, rig.scale, window, softcap, sinks)
+        assert_close(got, expected_attention(rig.q, rig.plan, stored, rig.scale, window, softcap, sinks))
+    assert not backend.fallbacks()
+
+
 # -------------------------------------------------------------------------------------------------------------- backend
 
 

@@ -31,6 +31,13 @@ def choose(wanted: str, windows: tuple[int | None, ...] = (None,), dtype: torch.
     return backend
 
 
+def test_it_has_no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeFlashAttention().install(monkeypatch)
+    backend = TritonBackend(CPU, attention="flash_attn")
+    with pytest.raises(ConfigError, match="cannot run here: the model's attention has sinks"):
+        backend.choose_attention(4, FP16, torch.zeros(3, 1, 2, 2, 16, 16, dtype=FP16), (None,), None, has_sinks=True)
+
+
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of the Triton kernels and of FlashAttention 3, as they will be measured."""

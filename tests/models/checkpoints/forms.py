@@ -287,6 +287,7 @@ CASES = {
             "MXFP4",
             ct_settings("mxfp4-pack-quantized", {**int_weights(4, "group", group_size=32), "type": "float"}),
             mxfp4,
+            "int8 in groups of 32",
         ),
         FormCase(
             "CT FP8",
