@@ -54,14 +54,6 @@ def test_bytes_are_those_of_the_loaded_model(zoo: ModelZoo, family: str) -> None
     assert sum(t.num_modules for t in report.targets) == len([m for m in modules if m.endswith("_proj")])
 
 
-def test_a_mixture_of_experts_has_no_form_on_a_gpu(zoo: ModelZoo) -> None:
-    """As the decoder refuses it there."""
-    report = inspect_model(str(zoo.base("mixtral")))
-    assert report.is_served, report.reasons
-    assert {form.device for form in report.forms} == {"cpu"}
-    assert "cuda" in {form.device for form in inspect_model(str(zoo.base("llama"))).forms}
-
-
 def test_sharded_files_are_one_model(zoo: ModelZoo) -> None:
     whole = inspect_model(str(zoo.base("qwen3")))
     shards = inspect_model(str(zoo.base("qwen3", options={"max_shard_size": "500KB"})))

@@ -50,9 +50,9 @@ PAIRS_AT_ONCE = 1024
 """Pairs of row and expert that a program looks at in one turn."""
 
 COLUMNS_AT_ONCE = 1024
-MOST_SPLITS = 8
+MOST_SPLITS = 4
 LEAST_TURNS = 4
-"""Of a shrink, when its depth is split."""
+"""Of a shrink in blocks of few rows, whose depth is split: there are few programs."""
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
@@ -202,13 +202,11 @@ class ShrinkBlocks:
     ranks: int
 
     @classmethod
-    def of(
-        cls, sizes: _Sizes, num_slices: int, in_features: int, capacity: int, dot: torch.dtype, target: GpuTarget
-    ) -> ShrinkBlocks:
+    def of(cls, rows: int, in_features: int, capacity: int, dot: torch.dtype) -> ShrinkBlocks:
+        """Splits depend on no batch: there is one kernel for each number of rows of a block."""
         is_wide = dot == torch.float32
-        depth = 32 if is_wide else 128 if sizes.rows == 16 else 64
-        wanted = target.num_sms // max(1, sizes.num_blocks * num_slices)
-        splits = max(1, min(wanted, MOST_SPLITS, triton.cdiv(in_features, depth) // LEAST_TURNS))
+        depth = 32 if is_wide else 128 if rows == 16 else 64
+        splits = max(1, min(MOST_SPLITS, triton.cdiv(in_features, depth) // LEAST_TURNS)) if rows == 16 else 1
         return cls(1 << (splits.bit_length() - 1), depth, min(capacity, 16 if is_wide else 32))
 
 
@@ -347,7 +345,7 @@ class _Step:
             return _Shrunk((table, table, x, 0, *[table] * 3, 0), {**nothing, **none})
         slots, shape, num_slices = of_step.lora.table, of_step.shape, 1 + is_first
         dot, capacity = of_step.dot_dtype(x.dtype), shape["RANK_CAPACITY"]
-        blocks = ShrinkBlocks.of(sizes, num_slices, linears.in_features, capacity, dot, self.launcher.target)
+        blocks = ShrinkBlocks.of(sizes.rows, linears.in_features, capacity, dot)
         s_stride = of_step.num_s_rows * num_slices * capacity
         s = self.workspace.take("experts", blocks.splits * s_stride, torch.float32, x.device)
         self.launcher.launch(
