@@ -19,9 +19,9 @@ What a GPU has left once the model is on it:
 
 The reserve is an estimate, made of the model's shapes (no step is run): a step of max_num_batched_tokens keeps about
 four hidden states, queries, keys, values and attention, and three of the MLP's inner states a token, or what experts
-take instead (graph_sizes.py); sampling keeps the logits of max_num_seqs rows four times in float32, with the tokens that an adapter may add; what graphs get says
-graph_sizes.py. Logits of prompts (`prompt_logprobs`) are not in it: what gpu_memory_utilization leaves is for them, for
-what torch's allocator loses to rounding, and for the driver.
+take instead (graph_sizes.py); sampling keeps the logits of max_num_seqs rows four times in float32, with the tokens
+that an adapter may add; what graphs get says graph_sizes.py. Logits of prompts (`prompt_logprobs`) are not in it: what
+gpu_memory_utilization leaves is for them, for what torch's allocator loses to rounding, and for the driver.
 """
 
 from __future__ import annotations

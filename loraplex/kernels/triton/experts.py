@@ -26,7 +26,7 @@ from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.quantized_linear import QuantizedWeight
 from loraplex.kernels.quantized_weights import INT4_GROUP
 from loraplex.kernels.tiles import SMALL_ROWS
-from loraplex.kernels.triton.experts_products import LINEAR_FIELDS, SILU, combine_kernel, product_kernel, shrink_kernel
+from loraplex.kernels.triton.experts_products import SILU, combine_kernel, product_kernel, shrink_kernel
 from loraplex.kernels.triton.experts_routing import (
     BLOCK_FIELDS,
     GROUP_FIELDS,
@@ -181,7 +181,8 @@ class ProductBlocks:
 
     @classmethod
     def of(cls, rows: int, linears: _Linears, is_first: bool, x: torch.dtype, target: GpuTarget) -> ProductBlocks:
-        """Two programs have shared memory on one multiprocessor."""
+        """Two programs have shared memory on one multiprocessor. On sm_90 a product reads it while the next is loaded;
+        elsewhere the operands of the present one are in registers, and it has a stage less."""
         is_wide = x == torch.float32
         columns = 32 if is_wide else 128 if rows == 128 and not is_first else 64
         depth = 32 if is_wide else 64 if rows > 16 else 128
@@ -189,7 +190,8 @@ class ProductBlocks:
             depth = INT4_GROUP
         weight_bytes = (1 + is_first) * columns * depth * linears.weight_dtype.itemsize
         stage_bytes = weight_bytes + rows * depth * x.itemsize
-        num_stages = max(2, min(4, target.max_shared_bytes // 2 // stage_bytes))
+        num_kept = target.max_shared_bytes // 2 // stage_bytes
+        num_stages = max(2, min(4, num_kept + (is_wide or target.capability < (9, 0))))
         return cls(columns, depth, 8 if rows == 128 else 4, num_stages)
 
 
@@ -384,7 +386,7 @@ class _Shrunk:
 def experts(
     launcher: Launcher,
     workspace: Workspace,
-    tables: tuple[_Linears, _Linears],
+    tables: tuple[_Linears | str, _Linears | str],
     x: torch.Tensor,
     logits: torch.Tensor,
     layer: Experts,
@@ -400,6 +402,7 @@ def experts(
     route, groups = _routed(launcher, logits, layer, sizes, lora)
     step = _Step(launcher, workspace, route, groups)
     gate_up, down = tables
+    assert not isinstance(gate_up, str) and not isinstance(down, str), tables  # noqa: PT018
     out = step.product(step.product(x, gate_up, is_first=True), down, is_first=False)
     hidden = x.shape[1]
     columns = min(COLUMNS_AT_ONCE, triton.next_power_of_2(hidden))

@@ -10,8 +10,8 @@ A weight is the left operand of its product, as in linear.py: y^T = W x^T. A pro
 each: an adapter's B is read once a block. What a row gets of its adapter is chosen, not multiplied by 0, so another
 adapter's NaN does not reach it. Sums have a fixed order, and there are no atomics.
 
-Weights have the dtype of x, int8 with a scale for each column, int4 with one for each 128 numbers of a column, or float8
-with x rounded row by row, which is then float8 too (both are exact in float16).
+Weights have the dtype of x; int8 with a scale for each column; int4 with one for each 128 numbers of a column; or
+float8, with x rounded to it row by row (both are exact in float16).
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def product_kernel(
     DEPTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Grid (blocks, blocks of columns of a slice). OUT: columns of a slice; a first linear has two of them, gate and up.
+    """Grid (blocks, blocks of columns of a slice). OUT: columns of a slice; a first linear has two: gate and up.
 
     Q_STRIDE: from row to row of a weight. x_scales: of the rows of x where that is float8.
     """

@@ -159,9 +159,7 @@ def _first_not_below(order, count, row, num_turns, TOP_K: tl.constexpr):
     return low
 
 
-@triton.jit(
-    do_not_specialize=["num_turns"], do_not_specialize_on_alignment=["starts", "ends", "slots", "weights"]
-)
+@triton.jit(do_not_specialize=["num_turns"], do_not_specialize_on_alignment=["starts", "ends", "slots", "weights"])
 def group_kernel(
     order,
     counts,
@@ -178,7 +176,7 @@ def group_kernel(
     CAPACITY: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """The groups of an expert in the order of the segments; num_turns: enough to halve the number of rows to nothing."""
+    """The groups of an expert in the order of the segments; num_turns: to halve the number of rows to nothing."""
     expert = tl.program_id(0)
     begin = _before(counts, expert, NUM_EXPERTS, BLOCK_E, 1)
     row_of_s = _before(counts + NUM_EXPERTS, expert, NUM_EXPERTS, BLOCK_E, 1)

@@ -356,6 +356,8 @@ def many_sizes_case() -> Case:
             lora_case(LLAMA_8B, "qkv", BF16, [0] * rows, [16]).run(backend)
         for rows in (1, 3, 16, 33, 64, 70, 200, 700, 1500, 20_000):
             input_gain_case(LLAMA_8B, "down", BF16, [0] * rows).run(backend)
+        for rows in (1, 3, 33, 64, 200, 300, 2000):
+            experts_case(MIXTRAL, BF16, [0] * rows, [16]).run(backend)
         for rows in (1, 2, 3, 16, 17, 64, 300, 1000):
             glue_case(LLAMA_8B, BF16, rows).run(backend)
             rotary_case(LLAMA_8B, BF16, rows).run(backend)

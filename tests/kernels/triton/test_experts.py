@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -295,8 +296,7 @@ def test_pairs_are_sorted_and_cut(rows: int, num_experts: int, top_k: int) -> No
     blocks = [block for block in zip(*found.blocks.tolist(), strict=True) if block[0] >= 0]
     assert [e for e, _, count in blocks for _ in range(count)] == experts
     assert [first + i for _, first, count in blocks for i in range(count)] == list(range(len(experts)))
-    assert all(count == sizes.rows for (e, _, count), (following, _, _) in zip(blocks, blocks[1:], strict=False)
-               if e == following)  # fmt: skip
+    assert all(a[2] == sizes.rows for a, b in itertools.pairwise(blocks) if a[0] == b[0])
     s_row = 0
     for expert in range(num_experts):
         mine = torch.tensor([t for e, t, _ in wanted if e == expert], dtype=torch.int64)
@@ -379,4 +379,4 @@ def test_stages_fit_into_shared_memory(target: GpuTarget, quantization: str | No
             itemsize = linears.weight_dtype.itemsize if quantization else dtype.itemsize
             stage_bytes = blocks.depth * ((1 + is_first) * blocks.columns * itemsize + rows * dtype.itemsize)
             assert 2 <= blocks.num_stages <= 4
-            assert blocks.num_stages * stage_bytes <= target.max_shared_bytes
+            assert (blocks.num_stages - 1) * stage_bytes <= target.max_shared_bytes // 2
