@@ -54,6 +54,20 @@ def test_bytes_are_those_of_the_loaded_model(zoo: ModelZoo, family: str) -> None
     assert sum(t.num_modules for t in report.targets) == len([m for m in modules if m.endswith("_proj")])
 
 
+def test_a_mixture_of_experts_has_the_forms_of_a_gpu(zoo: ModelZoo) -> None:
+    """To the byte, of those that the Triton kernels of experts read."""
+    triton = pytest.importorskip("loraplex.kernels.triton.backend")
+    base, ops = zoo.base("mixtral"), triton.TritonBackend(CPU)
+    report, config = inspect_model(str(base)), ModelConfig.from_dir(base)
+    assert report.is_served, report.reasons
+    forms = {form.quantization: form.weight_bytes for form in report.forms if form.device == "cuda"}
+    assert set(forms) == {"", *ops.quantizations}
+    for quantization, weight_bytes in forms.items():
+        model = load_model(base, config, torch.float32, CPU, "auto", 0, ops, False, quantization=quantization or None)
+        kept = sum(tensor.nbytes for layer in model.weighted_layers() for tensor in layer.prepared().values())
+        assert weight_bytes == kept, quantization
+
+
 def test_sharded_files_are_one_model(zoo: ModelZoo) -> None:
     whole = inspect_model(str(zoo.base("qwen3")))
     shards = inspect_model(str(zoo.base("qwen3", options={"max_shard_size": "500KB"})))

@@ -96,7 +96,7 @@ SPILT_AT_RANK_128 = 24
 
 WIDE_INT4 = ("experts Mixtral-8x7B float32 int4",)
 SPILT_OF_WIDE_INT4 = 600
-"""Gate and up in int4 under activations in float32: without matrix units a product has all of its depth in registers."""
+"""Gate and up in int4 under float32: without matrix units a product has all of its depth in registers."""
 
 LIMIT_S = 1500
 RUNS = [(arch, options) for arch in MAX_SHARED_BYTES for options in (("--core",), ())]
