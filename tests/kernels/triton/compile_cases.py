@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.expert_inputs import experts_of, weight_shapes
-from benchmarks.gpu.inputs import BLOCK_SIZE, empty_table, make_attention, make_plan
+from benchmarks.gpu.inputs import BLOCK_SIZE, empty_table, make_attention, make_plan, segments_of
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, MIXTRAL, QWEN, QWEN_MOE, ExpertShape, Shape
 from loraplex.kernels.experts import ExpertLora
+from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.quantized_linear import QuantizedWeight
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.linear import dequantize, round_rows, skinny_linear
@@ -301,7 +302,8 @@ def experts_case(
             for sizes in weight_shapes(shape)[:2]
         ] * shape.num_experts
         table = empty_table(backend, targets, ranks, dtype) if ranks else None
-        lora = None if table is None else ExpertLora(make_plan(slots, CPU, is_decode), table)
+        plan = LoraPlan.build(segments_of(slots), len(slots), 64, CPU, is_decode)  # of one capacity, as an engine's
+        lora = None if table is None else ExpertLora(plan, table)
         x, logits = (_empty(len(slots), width, dtype=dtype) for width in (shape.hidden, shape.num_experts))
         backend.experts(x, logits, experts_of(shape, weights, targets, table), lora)
 
