@@ -95,6 +95,7 @@ MAX_FILES = 17
 LARGER_FOLDERS = {
     ".": (21, "one file a noun that several packages share, and one a command"),
     "kernels": (19, "what kernels read, one file a backend, and what is counted of them"),
+    "kernels/triton": (19, "one file a kernel or two that work together, and one for what launches them"),
     "server": (48, "one file a route and one a bound of the protocol; each is opened alone"),
 }
 """Folders with more files, how many they may have, and why. A number may only fall."""

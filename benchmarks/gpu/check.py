@@ -51,7 +51,7 @@ class Sanitized:
     match: str = ""
 
 
-SANITIZED = (Sanitized("memcheck", "lora,attention,glue"), Sanitized("racecheck", "lora,attention", "decode"))
+SANITIZED = (Sanitized("memcheck", "lora,attention,glue,experts"), Sanitized("racecheck", "lora,attention", "decode"))
 """Races: the LoRA kernel of one launch, and contexts that are split, where programs wait for one another."""
 
 HEADINGS = ("group", "check", "", "largest error", "allowed", "note")

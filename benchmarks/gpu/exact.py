@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.gpu.place import BF16, FP16, FP32, Place
-from loraplex.core import LoraSlice
+from loraplex.core import LoraSlice, LoraTarget
+from loraplex.kernels.experts import route
 from loraplex.kernels.plan import LoraSegment
 from loraplex.kernels.slices import SliceWeights
 
@@ -69,6 +70,32 @@ def expected_input(
                 gain = weights.input_gain.to(x.device).double()
                 out[segment.start : segment.end] *= 1 + segment.weight * (gain - 1)
     return out
+
+
+def expected_experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    top_k: int,
+    weights: Sequence[torch.Tensor],
+    segments: Sequence[LoraSegment],
+    adapters: Sequence[Sequence[Sequence[SliceWeights | None]]],
+    targets: Sequence[LoraTarget],
+) -> torch.Tensor:
+    """LayerOps.experts' formula in float64, factors divided by their sum. weights, targets: of gate and up and of down
+    in turn; adapters[lora_slot][target]."""
+    chosen, factors = route(logits, top_k, True)
+    y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(logits.shape[1]):
+        part = x.double()
+        for index in (2 * expert, 2 * expert + 1):
+            product = part @ weights[index].to(x.device).double().T
+            of_target = [of_slot[index] for of_slot in adapters]
+            part = expected_lora(product, part, segments, of_target, targets[index].slices)
+            if index % 2 == 0:
+                gate, up = part.chunk(2, dim=1)
+                part = gate * torch.sigmoid(gate) * up
+        y += part * (factors * (chosen == expert)).sum(1, keepdim=True)
+    return y
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

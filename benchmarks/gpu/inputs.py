@@ -109,14 +109,17 @@ def make_table(
     return table
 
 
-def empty_table(backend: KernelBackend, target: LoraTarget, ranks: Sequence[int], dtype: torch.dtype) -> SlotTable:
+def empty_table(
+    backend: KernelBackend, targets: Sequence[LoraTarget], ranks: Sequence[int], dtype: torch.dtype
+) -> SlotTable:
     """Rows as if adapters of these ranks were there, on the CPU: for what looks at the table and not at weights."""
-    shapes = [shape_of_weights(target, rank, dtype) for rank in ranks]
-    sizes = [align(backend.packed_nbytes(one, dtype)) for one in shapes]
-    table = SlotTable([target], len(ranks), torch.empty(sum(sizes) + 64, dtype=torch.uint8))
-    offsets = np.cumsum([0, *sizes]).tolist()
-    for slot, one in enumerate(shapes):
-        table.set_block(target.name, slot, offsets[slot], backend.packed_layouts(one, dtype))
+    shapes = [[shape_of_weights(target, rank, dtype) for target in targets] for rank in ranks]
+    sizes = [align(backend.packed_nbytes(one, dtype)) for of_slot in shapes for one in of_slot]
+    table = SlotTable(targets, len(ranks), torch.empty(sum(sizes) + 64, dtype=torch.uint8))
+    offsets = iter(np.cumsum([0, *sizes]).tolist())
+    for slot, of_slot in enumerate(shapes):
+        for target, one in zip(targets, of_slot, strict=True):
+            table.set_block(target.name, slot, next(offsets), backend.packed_layouts(one, dtype))
     table.flush()
     return table
 

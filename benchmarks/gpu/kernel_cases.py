@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.expert_cases import expert_layers
 from benchmarks.gpu.flash_attention import flash_absence, flash_backend
 from benchmarks.gpu.inputs import (
     BLOCK_SIZE,
@@ -374,6 +375,12 @@ def _linear_case(place: Place, shape: Shape, linear: str, rows: int, quantizatio
     return Case("linear", name, moved, 2.0 * rows * num_in * out, build, peers)
 
 
+def expert_cases(place: Place) -> Iterator[Case]:
+    for group, layer, peers in expert_layers(place):
+        yield Case(group, layer.name, layer.num_bytes, layer.operations, layer.build, peers)
+
+
 GROUPS: Mapping[str, Callable[[Place], Iterator[Case]]] = {
     "lora": lora_cases, "attention": attention_cases, "glue": glue_cases, "linear": linear_cases,
+    "experts": expert_cases,
 }  # fmt: skip

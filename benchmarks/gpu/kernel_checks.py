@@ -27,6 +27,7 @@ from benchmarks.gpu.exact import (
     row_error,
     same_bits,
 )
+from benchmarks.gpu.expert_problems import expert_problems
 from benchmarks.gpu.inputs import (
     POPULARITIES,
     draw_slots,
@@ -324,4 +325,5 @@ def _expected_linear(x: torch.Tensor, weight: Any, quantization: str) -> torch.T
 
 PROBLEMS: Mapping[str, Callable[[Place, bool], Iterator[Planned]]] = {
     "lora": lora_problems, "attention": attention_problems, "glue": glue_problems, "linear": linear_problems,
+    "experts": expert_problems,
 }  # fmt: skip

@@ -112,7 +112,7 @@ def verdicts(one: Timed, ceilings: Ceilings) -> dict[str, bool | None]:
     if one.target:
         target = TARGETS[one.target]
         found[one.target] = None if one.us is None else one.share(ceilings, target.is_of_rate) >= target.share
-    if one.peers.keys() & set(PEERS):
+    if one.group.startswith("lora") and one.peers.keys() & set(PEERS):
         peers = [us for name in PEERS if (us := one.peers.get(name)) is not None]
         found[FASTER] = None if one.us is None or not peers else one.us < min(peers)
     return found

@@ -87,6 +87,32 @@ QWEN = Shape("Qwen2.5-0.5B", 896, 4864, 14, 2, 64, 24, 151936, True, "qwen2", {"
 TINY = Shape("tiny", 64, 96, 2, 1, 32, 2, 256, True)
 """For the interpreter."""
 
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """One layer's mixture of experts."""
+
+    name: str
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+
+    def targets(self) -> list[LoraTarget]:
+        """Gate and up, then down, of each expert."""
+        found = []
+        for index in range(self.num_experts):
+            found.append(make_target(f"experts.{index}.gate_up", self.hidden, (self.inner, self.inner)))
+            found.append(make_target(f"experts.{index}.down", self.inner, (self.hidden,)))
+        return found
+
+
+MIXTRAL = ExpertShape("Mixtral-8x7B", 4096, 14336, 8, 2)
+QWEN_MOE = ExpertShape("Qwen3-30B-A3B", 2048, 768, 128, 8)
+OLMOE = ExpertShape("OLMoE-1B-7B", 2048, 1024, 64, 8)
+TINY_EXPERTS = ExpertShape("tiny", 40, 24, 3, 2)
+"""For the interpreter."""
+
 SHAPES = {shape.name: shape for shape in (LLAMA_8B, LLAMA_1B, QWEN, TINY)}
 
 

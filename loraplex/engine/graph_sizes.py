@@ -31,7 +31,17 @@ def graph_bytes(config: EngineConfig, model_config: ModelConfig, itemsize: int) 
     """
     sizes, model = graph_sizes(config), model_config
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    row = (4 * model.hidden_size + 2 * qkv + 3 * model.intermediate_size + model.vocab_size) * itemsize
+    row = (4 * model.hidden_size + 2 * qkv + inner_numbers(model) + model.vocab_size) * itemsize
     logits = 4 * model.vocab_size
     num_graphs = len(sizes) * (1 if config.lora is None else 3 if config.lora.long_lora_scaling_factors else 2)
     return sizes[-1] * (row + 2 * logits) + ALLOWANCE_BYTES + num_graphs * ALLOWANCE_BYTES_PER_GRAPH
+
+
+def inner_numbers(model: ModelConfig) -> int:
+    """That a layer's MLP or experts keep of one token, at most: three inner states; of experts an inner state and an
+    output for each chosen one, the router's logits, and the shared one's inner states."""
+    of_experts = (
+        each.top_k * (each.inner_size + model.hidden_size) + 2 * each.num_experts + 3 * each.shared_size
+        for each in filter(None, model.experts)
+    )
+    return max(3 * model.intermediate_size, *of_experts, 0)

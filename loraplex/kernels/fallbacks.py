@@ -24,7 +24,7 @@ NATIVE_OPERATORS = (
 """What has kernels in loraplex/kernels/native."""
 
 TRITON_OPERATORS = (
-    *("add_lora", "add_rms_norm", "keep_nucleus", "paged_attention"),
+    *("add_lora", "add_rms_norm", "experts", "keep_nucleus", "paged_attention"),
     *("rms_norm", "rotary_write_kv", "scale_input", "silu_mul"),
 )
 """What has kernels in loraplex/kernels/triton; quantised weights have some too, and are refused without Triton."""

@@ -345,8 +345,6 @@ class Decoder:
         if shard != ranks.shard:
             raise ModelConfigError(f"a shard of {shard.size} ranks needs the others; {ranks.shard.size} is there")
         check_shares(config, shard.size, ranks.is_fully_sharded)
-        if config.experts and device.type == "cuda":
-            raise ModelConfigError(f"a model of {config.model_type} has experts: they run on a CPU, not on a GPU yet")
         # as the family's code does, which has the factor in the weights' dtype
         scale = torch.tensor(config.embedding_scale, dtype=dtype).item() if config.family.scales_embedding else None
         self._embedding_scale = config.embedding_scale if scale is None else scale

@@ -368,7 +368,7 @@ def _forms(
     headers: Mapping[str, TensorHeader],
     is_plain: bool,
 ) -> Iterator[ServedForm]:
-    """On this CPU, and of plain floats without experts on a GPU of GPU_CAPABILITY."""
+    """On this CPU, and of plain floats on a GPU of GPU_CAPABILITY."""
     name = str(dtype).removeprefix("torch.")
     cpu = get_backend("auto", torch.device("cpu"))
     num_bytes_of = _plain_bytes if cpu.packed_format is None else partial(_packed_bytes, cpu)
@@ -379,7 +379,7 @@ def _forms(
         widened = {} if checkpoint is None else checkpoint.widened_nbytes
         num_bytes = sum(_layer_bytes(layer, num_bytes_of, headers, widened) for layer in layers)
         yield ServedForm("cpu", cpu.name, quantization or "", kept or quantization or name, num_bytes)
-    for quantization in (None, *quantizations_of(GPU_CAPABILITY)) if is_plain and not config.experts else ():
+    for quantization in (None, *quantizations_of(GPU_CAPABILITY)) if is_plain else ():
         layers = _shapes(config, get_backend("reference", META), dtype, quantization).weighted_layers()
         num_bytes = sum(_layer_bytes(layer, _quantized_bytes, headers, {}) for layer in layers)
         yield ServedForm("cuda", "triton", quantization or "", quantization or name, num_bytes)

@@ -360,6 +360,16 @@ def test_check_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_are_checked(tmp_path: Path) -> None:
+    """All of it takes the interpreter minutes."""
+    pytest.importorskip("triton")
+    out = tmp_path / "check.json"
+    arguments = ["--interpret", "--only", "experts", "--match", "fp32 int8", "--json", str(out)]
+    assert check.main(arguments) == 0
+    assert [(one["group"], one["is_ok"]) for one in figures(out)["findings"]] == [("experts", True)]
+
+
+@pytest.mark.slow
 def test_kernels_run(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"

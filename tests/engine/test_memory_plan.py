@@ -18,9 +18,11 @@ from loraplex.engine import build as build_module
 from loraplex.engine import memory_plan
 from loraplex.engine.build import build_engine
 from loraplex.engine.engine import EngineCore
+from loraplex.engine.graph_sizes import inner_numbers
 from loraplex.engine.memory_plan import DeviceMemory, MemoryPlan, device_memory, reserve_bytes
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import get_backend
+from loraplex.layers.moe import ExpertSizes
 from loraplex.memory.space.arena import Arena, Owner
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
@@ -248,6 +250,19 @@ def test_logits_of_added_tokens_are_counted() -> None:
     assert reserve(1000) - reserve(0) == 4 * 64 * 1000 * 4
     table_and_graphs = memory_plan.SLOT_TABLE_BYTES + 11 * (16 << 20)
     assert reserve(0) - reserve(None) == table_and_graphs
+
+
+def test_a_layer_of_experts_keeps_more_of_a_token_than_an_mlp() -> None:
+    """An inner state and an output for each of the chosen ones."""
+    dense, config = llama_8b(), EngineConfig(model="m", enforce_eager=True)
+    sparse = replace(dense, experts=(None, ExpertSizes(64, 8, 1024, True, shared_size=512)))
+    numbers = 8 * (1024 + dense.hidden_size) + 2 * 64 + 3 * 512
+    assert inner_numbers(dense) == 3 * dense.intermediate_size
+    assert inner_numbers(sparse) == max(numbers, 3 * dense.intermediate_size)
+    small = replace(dense, intermediate_size=1024)
+    more = reserve_bytes(config, replace(small, experts=sparse.experts), torch.bfloat16)
+    grown = config.max_num_batched_tokens * (numbers - 3 * 1024) * 2
+    assert more - reserve_bytes(config, small, torch.bfloat16) == grown
 
 
 def test_other_processes_count_and_a_larger_share_gives_more() -> None:

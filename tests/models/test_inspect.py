@@ -54,12 +54,19 @@ def test_bytes_are_those_of_the_loaded_model(zoo: ModelZoo, family: str) -> None
     assert sum(t.num_modules for t in report.targets) == len([m for m in modules if m.endswith("_proj")])
 
 
-def test_a_mixture_of_experts_has_no_form_on_a_gpu(zoo: ModelZoo) -> None:
-    """As the decoder refuses it there."""
-    report = inspect_model(str(zoo.base("mixtral")))
+def test_a_mixture_of_experts_has_the_forms_of_a_gpu(zoo: ModelZoo) -> None:
+    """To the byte, of those that the Triton kernels of experts read."""
+    triton = pytest.importorskip("loraplex.kernels.triton.backend")
+    base, ops = zoo.base("mixtral"), triton.TritonBackend(CPU)
+    report, config = inspect_model(str(base)), ModelConfig.from_dir(base)
     assert report.is_served, report.reasons
-    assert {form.device for form in report.forms} == {"cpu"}
-    assert "cuda" in {form.device for form in inspect_model(str(zoo.base("llama"))).forms}
+    forms = {form.quantization: form.weight_bytes for form in report.forms if form.device == "cuda"}
+    assert set(forms) == {"", *ops.quantizations}
+    for quantization, weight_bytes in forms.items():
+        model = load_model(base, config, torch.float32, CPU, "auto", 0, ops, False, quantization=quantization or None)
+        tensors = (tensor for layer in model.weighted_layers() for tensor in layer.prepared().values())
+        kept = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # a tied head is its embedding
+        assert weight_bytes == sum(kept.values()), quantization
 
 
 def test_sharded_files_are_one_model(zoo: ModelZoo) -> None:

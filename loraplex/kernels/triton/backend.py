@@ -13,6 +13,7 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.errors import ConfigError, EngineError
+from loraplex.kernels.experts import ExpertLora, Experts
 from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
@@ -21,6 +22,7 @@ from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton import attention, glue, nucleus
+from loraplex.kernels.triton import experts as moe
 from loraplex.kernels.triton.attention_choice import AttentionShapes, choose_attention
 from loraplex.kernels.triton.flash_attention import flash_attention_gap
 from loraplex.kernels.triton.input_gain import scale_input, scale_input_gap
@@ -66,6 +68,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         self._is_capturing = False
         self.lora_workspace = Workspace("LoRA")
         self.attention_workspace = Workspace("attention")
+        self.expert_tables = moe.ExpertTables()
 
     def fallbacks(self) -> tuple[KernelFallback, ...]:
         return self._fallbacks.all()
@@ -171,9 +174,8 @@ class TritonBackend(GpuPacking, TorchBackend):
         return super().activation_dtype(weight_dtype)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
-        if quantization is None:
-            return super().prepare_linear(weight)
-        return QuantizedWeight.of(weight, quantization)
+        """A weight in the model's dtype stays as it is, in the interpreter too, for kernels that read it."""
+        return weight if quantization is None else QuantizedWeight.of(weight, quantization)
 
     def keep_linear(self, weight: QuantizedSpecification) -> QuantizedWeight | None:
         kept = QuantizedWeight.keeping(weight)
@@ -225,6 +227,17 @@ class TritonBackend(GpuPacking, TorchBackend):
             return glue.silu_mul(self.launcher, gate_up)
         self._fall_back("silu_mul", reason)
         return super().silu_mul(gate_up)
+
+    def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
+        tables = self.expert_tables.find(layer.gate_up), self.expert_tables.find(layer.down)
+        reason = moe.experts_gap(x, logits, tables)
+        if reason is None and lora is not None:
+            blocks = lora.table.block_dtypes
+            reason = self.lora_gap({x.dtype, *blocks}, len(blocks))
+        if reason is None:
+            return moe.experts(self.launcher, self.lora_workspace, tables, x, logits, layer, lora)
+        self._fall_back("experts", reason)
+        return super().experts(x, logits, layer, lora)
 
     def rotary_write_kv(
         self,

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.inputs import BLOCK_SIZE, empty_table, make_attention, make_plan
-from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, Shape
+from benchmarks.gpu.expert_inputs import experts_of, weight_shapes
+from benchmarks.gpu.inputs import BLOCK_SIZE, empty_table, make_attention, make_plan, segments_of
+from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, MIXTRAL, QWEN, QWEN_MOE, ExpertShape, Shape
+from loraplex.kernels.experts import ExpertLora
+from loraplex.kernels.plan import LoraPlan
 from loraplex.kernels.quantized_linear import QuantizedWeight
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.linear import dequantize, round_rows, skinny_linear
@@ -63,7 +66,7 @@ def lora_case(
     what = f"{'decode' if is_decode else 'prefill'} rows={len(slots)} ranks={min(ranks)}-{max(ranks)}"
 
     def run(backend: TritonBackend) -> None:
-        table = empty_table(backend, target, ranks, dtype)
+        table = empty_table(backend, [target], ranks, dtype)
         table.expect(0, (), has_gains)
         x = _empty(len(slots), target.in_features, dtype=dtype)
         y = _empty(len(slots), sum(s.out_features for s in target.slices), dtype=dtype)
@@ -79,7 +82,7 @@ def input_gain_case(shape: Shape, linear: str, dtype: torch.dtype, slots: Sequen
     is_decode = len(slots) <= 64
 
     def run(backend: TritonBackend) -> None:
-        table = empty_table(backend, target, [8] * (max(slots) + 1), dtype)
+        table = empty_table(backend, [target], [8] * (max(slots) + 1), dtype)
         backend.scale_input(
             _empty(len(slots), target.in_features, dtype=dtype), make_plan(slots, CPU, is_decode), table, 0
         )
@@ -242,13 +245,19 @@ def more_glue_cases() -> Iterator[Case]:
 # --------------------------------------------------------------------------------------------------- quantised linears
 
 
+def empty_weight(quantization: str, dtype: torch.dtype, out: int, num_in: int) -> QuantizedWeight:
+    """dtype: of int4's scales."""
+    q_dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}[quantization]
+    q = _empty(out, num_in // 2 if quantization == "int4" else num_in, dtype=q_dtype)
+    scale = _empty(num_in // 128, out, dtype=dtype) if quantization == "int4" else _empty(out, dtype=FP32)
+    return QuantizedWeight(q, scale, out, num_in)
+
+
 def linear_case(quantization: str, dtype: torch.dtype, rows: int, num_in: int = 4096, out: int = 6144) -> Case:
     """int8 and int4 for few rows; for many, int4 is dequantised."""
-    q_shape, q_dtype = ((out, num_in), torch.int8) if quantization == "int8" else ((out, num_in // 2), torch.uint8)
-    scale_shape, scale_dtype = ((out,), FP32) if quantization == "int8" else ((out, num_in // 128), dtype)
 
     def run(backend: TritonBackend) -> None:
-        weight = QuantizedWeight(_empty(*q_shape, dtype=q_dtype), _empty(*scale_shape, dtype=scale_dtype), out, num_in)
+        weight = empty_weight(quantization, dtype, out, num_in)
         if rows <= 64:
             skinny_linear(backend.launcher, _empty(rows, num_in, dtype=dtype), weight, _empty(out, dtype=dtype))
         else:
@@ -279,6 +288,59 @@ def more_linear_cases() -> Iterator[Case]:
         yield linear_case(quantization, dtype, 1, 4864, 896)
 
 
+# -------------------------------------------------------------------------------------------------------------- experts
+
+
+def experts_case(
+    shape: ExpertShape,
+    dtype: torch.dtype,
+    slots: Sequence[int],
+    ranks: Sequence[int] = (),
+    quantization: str | None = None,
+    **options: Any,
+) -> Case:
+    """One row per entry of `slots`, without adapters where there are no ranks. All experts have the same memory."""
+    is_decode = len(slots) <= 64
+
+    def run(backend: TritonBackend) -> None:
+        targets = shape.targets()
+        weights = [
+            _empty(*sizes, dtype=dtype) if quantization is None else empty_weight(quantization, dtype, *sizes)
+            for sizes in weight_shapes(shape)[:2]
+        ] * shape.num_experts
+        table = empty_table(backend, targets, ranks, dtype) if ranks else None
+        plan = LoraPlan.build(segments_of(slots), len(slots), 64, CPU, is_decode)  # of one capacity, as an engine's
+        lora = None if table is None else ExpertLora(plan, table)
+        x, logits = (_empty(len(slots), width, dtype=dtype) for width in (shape.hidden, shape.num_experts))
+        backend.experts(x, logits, experts_of(shape, weights, targets, table), lora)
+
+    what = f"{'decode' if is_decode else 'prefill'} rows={len(slots)}" + (f" ranks={max(ranks)}" if ranks else "")
+    chosen = "".join(f" {name}={value}" for name, value in options.items())
+    name = f"experts {shape.name} {_name(dtype)} {quantization or ''} {what}{chosen}"
+    return Case(name, dtype, run, options, 89 if quantization == "fp8" else 80)
+
+
+MANY_ROWS = [0] * 1000 + [1] * 1048
+
+
+def core_expert_cases(dtype: torch.dtype) -> Iterator[Case]:
+    yield experts_case(MIXTRAL, dtype, ROWS_32, quantization="int4")
+    yield experts_case(MIXTRAL, dtype, ROWS_32, quantization="fp8")
+    yield experts_case(MIXTRAL, dtype, ROWS_32, [16] * 32)
+    yield experts_case(MIXTRAL, dtype, ROWS_32, [16] * 32, "int8", block_dtype=torch.int8)
+    yield experts_case(MIXTRAL, dtype, MANY_ROWS, [64, 16])
+
+
+def more_expert_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for slots, quantization in itertools.product(([0], [0] * 200, MANY_ROWS), (None, "int8", "int4", "fp8")):
+            yield experts_case(MIXTRAL, dtype, slots, quantization=quantization)
+        yield experts_case(MIXTRAL, dtype, MANY_ROWS, [128, 16], "int4")
+        yield experts_case(MIXTRAL, dtype, MANY_ROWS, [128, 16], "fp8")
+        yield experts_case(QWEN_MOE, dtype, ROWS_32, [16, 64] * 16)
+        yield experts_case(QWEN_MOE, dtype, MANY_ROWS, [16, 64], block_dtype=torch.int8)
+
+
 # ------------------------------------------------------------------------------------------------------------- sampling
 
 
@@ -303,6 +365,8 @@ def many_sizes_case() -> Case:
             lora_case(LLAMA_8B, "qkv", BF16, [0] * rows, [16]).run(backend)
         for rows in (1, 3, 16, 33, 64, 70, 200, 700, 1500, 20_000):
             input_gain_case(LLAMA_8B, "down", BF16, [0] * rows).run(backend)
+        for rows in (1, 3, 33, 64, 200, 300, 2000):
+            experts_case(MIXTRAL, BF16, [0] * rows, [16]).run(backend)
         for rows in (1, 2, 3, 16, 17, 64, 300, 1000):
             glue_case(LLAMA_8B, BF16, rows).run(backend)
             rotary_case(LLAMA_8B, BF16, rows).run(backend)
@@ -320,6 +384,7 @@ def core_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield from core_attention_cases(dtype)
     yield glue_case(LLAMA_8B, dtype, 16)
     yield from core_linear_cases(dtype)
+    yield from core_expert_cases(dtype)
 
 
 ONE_DTYPE = (nucleus_case(), *core_cases(BF16))
@@ -329,7 +394,10 @@ CORE = (
     *head_size_cases(),
     many_sizes_case(),
 )
-CASES = (*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(), *more_linear_cases())
+CASES = (
+    *(*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(), *more_linear_cases()),
+    *more_expert_cases(),
+)
 
 
 def cases_for(arch: int, is_core: bool) -> list[Case]:
