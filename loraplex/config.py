@@ -18,6 +18,8 @@ SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 """The field's short names, accepted for `lora_dtype`."""
 QUANTIZATIONS = ("fp8", "int8", "int4", "int4-a16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn")
+SPECULATIVE_METHODS = ("n-gram",)
+MAX_SPECULATIVE_TOKENS = 32
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
@@ -327,6 +329,12 @@ class EngineSettings:
         "asynchronous scheduling: the launch of a step before the tokens of the last one are known (default: on a GPU)",
         group="Scheduling",
     )
+    speculative: str | None = setting(
+        None,
+        "drafts of the next tokens, verified in one step with the same outputs: n-gram (what followed the last tokens "
+        "earlier in the request's own text; native kernels; default: none)",
+    )
+    num_speculative_tokens: int = setting(8, "longest draft in tokens (vLLM's name); each request finds its own")
     enable_prefix_caching: bool = setting(
         True, "reuse of the KV of equal prefixes within one adapter and tenant", group="Memory"
     )
@@ -395,6 +403,7 @@ class EngineSettings:
             f"cuda_graph_sizes must be 1..max_num_seqs ({self.max_num_seqs}), got {self.cuda_graph_sizes}",
         )
         self._check_shares()
+        self._check_speculation()
         _require(self.num_threads is None or self.num_threads >= 1, f"num_threads must be >= 1, got {self.num_threads}")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
@@ -405,6 +414,16 @@ class EngineSettings:
     def _may_be_gpu(self) -> bool:
         """Device `auto` is checked once more when it is known."""
         return self.device.startswith(("auto", "cuda"))
+
+    def _check_speculation(self) -> None:
+        _require(
+            self.speculative in (None, *SPECULATIVE_METHODS),
+            f"speculative must be one of {SPECULATIVE_METHODS} or unset, got {self.speculative!r}",
+        )
+        _require(
+            1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            f"num_speculative_tokens must be 1..{MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}",
+        )
 
     def _check_shares(self) -> None:
         _require(self.monitor_interval_s > 0, f"monitor_interval_s must be > 0, got {self.monitor_interval_s}")
@@ -452,6 +471,11 @@ class EngineConfig(EngineSettings):
             self.lora is None or not self.lora.merge_dominant_adapter or self.quantization is None,
             f"merge_dominant_adapter needs the base weights as they are, not in quantization {self.quantization}: what "
             "was rounded to fewer bits cannot be read back; leave one of them out",
+        )
+        _require(
+            self.lora is None or not self.lora.merge_dominant_adapter or self.speculative is None,
+            f"merge_dominant_adapter with speculative {self.speculative} is not supported: whether a step is merged "
+            "decides its last bits, so drafts would change what is drawn; leave one of them out",
         )
         if self.merge_adapter is not None:
             _require(bool(self.merge_adapter), "merge_adapter is empty; give a directory or a hub id")

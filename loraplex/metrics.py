@@ -177,7 +177,8 @@ class EngineStats:
     adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load together count one for
     what it read. num_preemptions: running requests that were preempted and were, or will be, computed again;
     num_pauses: those that made room for another adapter, with their KV kept as long as no other request needed the
-    memory (a KV that was needed makes a preemption of it too). num_admitted: requests that began to run, by what of
+    memory (a KV that was needed makes a preemption of it too). num_drafts, num_draft_tokens: that were verified;
+    num_accepted_tokens: of those, the ones that requests got. num_admitted: requests that began to run, by what of
     their adapter they had last waited for: `nothing`, `load`, `room`. kernel_fallbacks: calls of operators that stock
     torch ran because no kernel covered them, by operator and reason. target_outcomes: first tokens (`ttft`) and later
     ones (`itl`) of tenants with such a target, `ttft_met`, `ttft_missed`, `itl_met`, `itl_missed`.
@@ -194,6 +195,9 @@ class EngineStats:
     num_pauses: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_finished: Mapping[str, int] = field(default_factory=dict)
     num_admitted: Mapping[str, int] = field(default_factory=dict)
     target_outcomes: Mapping[str, int] = field(default_factory=dict)

@@ -91,6 +91,7 @@ class PromptLogitRows:
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
     """A step as tensors. `sampled[i]` is drawn from logits row `sampled_rows[i]`; rows behind all of them are padding.
+    Of a sequence with a draft, `sampled` has its `rows`.
 
     pending: (row of batch.token_ids, request) of tokens that the step in flight draws; they are 0 until they are taken
     from there. padded_size: rows of a decode step that a captured graph may run, padding counted; None for any other
@@ -401,8 +402,10 @@ def _slot_of(sequence: ScheduledSequence) -> int:
 def _tokens_of(sequence: ScheduledSequence) -> NDArray[np.int64]:
     """0 for one that is not known yet."""
     token_ids = np.zeros(sequence.num_tokens, dtype=np.int64)
-    known = sequence.state.token_ids[sequence.start : sequence.end]
+    known = sequence.state.token_ids[sequence.start : sequence.end - len(sequence.draft)]
     token_ids[: len(known)] = known
+    if sequence.draft:
+        token_ids[-len(sequence.draft) :] = sequence.draft
     return token_ids
 
 
@@ -410,13 +413,16 @@ def _pending(sequences: Sequence[ScheduledSequence]) -> tuple[tuple[int, Request
     """The last row of each sequence whose last token is not known yet."""
     ends = itertools.accumulate(sequence.num_tokens for sequence in sequences)
     found = zip(sequences, ends, strict=True)
-    return tuple((end - 1, each.state) for each, end in found if each.end > len(each.state.token_ids))
+    return tuple(
+        (end - 1, each.state) for each, end in found if not each.draft and each.end > len(each.state.token_ids)
+    )
 
 
 def _logits_rows(
     sequences: Sequence[ScheduledSequence], query_lens: Sequence[int]
 ) -> tuple[tuple[ScheduledSequence, ...], tuple[int, ...], tuple[PromptLogitRows, ...], list[int]]:
-    """Which token rows need logits: the last of each sampled sequence, and those with prompt logprobs."""
+    """Which token rows need logits: the last of each sampled sequence, those of drafts, and those with prompt
+    logprobs."""
     sampled, sampled_rows, prompt_rows = [], [], []
     token_rows: list[int] = []
     first = 0
@@ -431,9 +437,9 @@ def _logits_rows(
                     PromptLogitRows(state, len(token_rows), state.request.prompt_token_ids[begin + 1 : end + 1])
                 )
                 token_rows += range(first + begin - start, first + end - start)
-        if sequence.is_sampled:
-            sampled.append(sequence)
+        for row in sequence.rows() if sequence.is_sampled else ():
+            sampled.append(row)
             sampled_rows.append(len(token_rows))
-            token_rows.append(first + query_len - 1)
+            token_rows.append(first + row.num_tokens - 1)
         first += query_len
     return tuple(sampled), tuple(sampled_rows), tuple(prompt_rows), token_rows

@@ -28,6 +28,7 @@ from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.warm_up import rehearsals, warm_up
 from loraplex.errors import ConfigError
 from loraplex.events import EventLog
+from loraplex.kernels.native.attention import kv_layout_gap
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
@@ -133,6 +134,8 @@ def _build(
     heads, windows = model_config.num_attention_heads, model_config.sliding_windows
     rule = model_config.attention_softcap, model_config.family.has_sinks
     backend.choose_attention(heads, model.activation_dtype, memory.kv, windows, *rule)
+    if config.speculative is not None and (gap := kv_layout_gap(memory.kv[:, 0])) is not None:
+        raise ConfigError(f"speculative {config.speculative} needs native attention, which has no {gap}; leave it out")
     blocks = _build_blocks(config, memory)
     events = EventLog()
     source, lora = AdapterSource(config.root_paths), memory.lora
@@ -242,6 +245,7 @@ def _scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         aging_steps=1 if config.lora is None else config.lora.aging_steps,
+        num_speculative_tokens=0 if config.speculative is None else config.num_speculative_tokens,
     )
     if adapters is not None:
         adapters.on_digest_dropped = scheduler.forget_kv
@@ -286,6 +290,12 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
             "merge_dominant_adapter needs the native kernels of a CPU: another form of base weights cannot be read and "
             f"written in pieces, and CUDA graphs are captured over the base's; these run: {backend.description}; leave "
             "it out"
+        )
+    if config.speculative is not None and backend.name != "native":
+        raise ConfigError(
+            f"speculative {config.speculative} needs the native kernels of a CPU, whose rows do not depend on what "
+            "else is in a step, so that it draws what plain decoding draws; these run: "
+            f"{backend.description}; leave it out"
         )
     return backend if profiler is None else profiled(backend, profiler)
 

@@ -6,7 +6,7 @@ Nothing here knows of names, files or sockets: requests are token ids, adapters 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -45,7 +45,8 @@ class LaunchedStep(Protocol):
     """A step that runs, or has run."""
 
     def result(self) -> Mapping[str, SampledToken]:
-        """One token for each sampled sequence, by request_id. Waits for the step; raises what it failed with."""
+        """One token for each sampled sequence, by request_id, with those behind its draft. Waits for the step; raises
+        what it failed with."""
         ...
 
 
@@ -254,6 +255,9 @@ class EngineCore:
             num_pauses=scheduler.num_pauses,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
+            num_drafts=scheduler.speculation.num_drafts,
+            num_draft_tokens=scheduler.speculation.num_draft_tokens,
+            num_accepted_tokens=scheduler.speculation.num_accepted_tokens,
             num_finished=dict(scheduler.num_finished),
             num_admitted=dict(scheduler.num_admitted),
             target_outcomes=dict(scheduler.levels.outcomes),
@@ -483,8 +487,11 @@ class StepsInFlight:
         with self._profiler.part("commit"):
             outputs = self._scheduler.commit(plan, tokens)
         if self.recorder is not None:
+            num_drawn = Counter(each.request_id for each in outputs if each.token_ids)
             rows = [
-                StepRow(each.state.request.adapter_ids, each.num_tokens, each.is_sampled) for each in wanted.sequences
+                StepRow(request.adapter_ids, each.num_tokens - len(each.draft), num_drawn[request.request_id])
+                for each in wanted.sequences
+                for request in (each.state.request,)
             ]
             self.recorder.end(rows, self._profiler.seconds, STEP_PARTS)
         self._caretaker.after_step(wanted, tokens)

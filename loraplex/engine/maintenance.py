@@ -152,7 +152,8 @@ class Caretaker:
         bad = [
             sequence.state.request
             for sequence in plan.sequences
-            if (token := tokens.get(sequence.state.request.request_id)) is not None and token.has_odd_logits
+            if (token := tokens.get(sequence.state.request.request_id)) is not None
+            and any(each.has_odd_logits for each in token.run)
         ]
         self._is_base_suspect |= any(request.adapter_id is None for request in bad)
         for adapter_id in {adapter_id for request in bad for adapter_id in request.adapter_ids}:

@@ -15,6 +15,7 @@ from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logi
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
+from loraplex.engine.speculation import verified
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
 from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import LoraSegment
@@ -101,7 +102,8 @@ class StepHandle:
         self._arriving = arriving
 
     def result(self) -> Mapping[str, SampledToken]:
-        """One token per sampled sequence, by request_id; prompt logprobs go to their requests. Waits for this step.
+        """One token per sampled sequence, by request_id, with those behind a draft that held. Prompt logprobs go to
+        their requests. Waits for this step.
 
         Tokens through adapters that did not arrive are errors instead.
         """
@@ -113,16 +115,14 @@ class StepHandle:
         if output is None:
             return {}
         token_ids: Sequence[int] = output.token_ids.tolist()
-        tokens = {
-            sequence.state.request.request_id: SampledToken(token_ids[row], output.logprobs[row])
-            for row, sequence in enumerate(self._sampled)
-        }
+        drawn = [SampledToken(token_id, output.logprobs[row]) for row, token_id in enumerate(token_ids)]
         for row in self._late_rows:
-            tokens[self._sampled[row].state.request.request_id] = SampledToken(0, is_late=True)
+            drawn[row] = SampledToken(0, is_late=True)
         for row in output.failed_rows:
-            tokens[self._sampled[row].state.request.request_id] = _odd_token(self._sampled[row])
+            drawn[row] = _odd_token(self._sampled[row])
         for row in set(output.barred_rows).difference(self._late_rows):
-            tokens[self._sampled[row].state.request.request_id] = _no_token_left(self._sampled[row].state)
+            drawn[row] = _no_token_left(self._sampled[row].state)
+        tokens = verified(self._sampled, drawn)
         errors = {} if self._arriving is None else self._arriving.errors()
         return tokens | {each: SampledToken(0, error=error) for each, error in errors.items() if each in tokens}
 
@@ -419,11 +419,14 @@ def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:
         stop_ids_for_min_tokens=stop_ids,
         state=state.sampling_state if isinstance(state.sampling_state, SamplingState) else None,
     )
-    if not row.needs_state() or row.state is not None:
+    if not row.needs_state():
         return row
-    counts = SamplingState(params, request.prompt_token_ids, state.token_ids[state.num_prompt_tokens :])
-    state.sampling_state = counts
-    return replace(row, state=counts)
+    counts = row.state
+    if counts is None:
+        counts = SamplingState(params, request.prompt_token_ids, state.token_ids[state.num_prompt_tokens :])
+        state.sampling_state = counts
+    is_counted = params.has_penalties and sequence.draft
+    return replace(row, state=counts.followed_by(sequence.draft) if is_counted else counts)
 
 
 def _odd_token(sequence: ScheduledSequence) -> SampledToken:

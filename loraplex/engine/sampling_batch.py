@@ -11,6 +11,7 @@ speaks against its adapter or the base; where that is -Inf, a mask or `min_token
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,14 @@ class SamplingState:
             if where is None:
                 where = self._append(token_id)
             self._counts[where] += 1
+
+    def followed_by(self, token_ids: Sequence[int]) -> SamplingState:
+        """As it is once these tokens are part of the output, too; this one stays as it is."""
+        state = copy.copy(self)
+        state._token_ids, state._counts = self._token_ids.copy(), self._counts.copy()
+        state._index = dict(self._index)
+        state.commit(token_ids)
+        return state
 
     def _append(self, token_id: int) -> int:
         if self._size == len(self._token_ids):

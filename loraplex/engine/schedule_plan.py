@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from loraplex.core import FinishReason, Request, TokenLogprobs, TokenOutput
@@ -33,6 +33,14 @@ class OutputGrammar(Protocol):
     def commit(self, token_id: int) -> None: ...
 
 
+class Drafts(Protocol):
+    """What a request may draw next, and how much of it is tried: `speculation.Drafting`."""
+
+    def depth_at(self, num_tokens: int) -> int: ...
+    def propose(self, token_ids: Sequence[int], depth: int) -> tuple[int, ...]: ...
+    def see(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None: ...
+
+
 class TokenCounts(Protocol):
     """What the sampler keeps of a request between steps; it is told each new token."""
 
@@ -49,9 +57,9 @@ class RequestState:
     them draw a token, not known yet. num_tokens_admitted: how many tokens it had when it last began to run.
     arrival_step, num_steps_run: counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another
     adapter. is_prompt_checked: its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all
-    adapters of a mix, the first of which is in `lora_slot`. grammar: of its output; None: any text. rank: its place
-    among waiting requests of its tenant (waiting/queue.py). arrival_s: when it came; seen_s: then, or when its newest
-    token came.
+    adapters of a mix, the first of which is in `lora_slot`. grammar: of its output; None: any text. drafting: None
+    where it has no drafts. rank: its place among waiting requests of its tenant (waiting/queue.py). arrival_s: when it
+    came; seen_s: then, or when its newest token came.
     """
 
     request: Request
@@ -76,6 +84,7 @@ class RequestState:
     sampling_state: TokenCounts | None = None
     is_prompt_checked: bool = True
     grammar: OutputGrammar | None = None
+    drafting: Drafts | None = None
     share: TenantShare = field(default_factory=TenantShare)
     arrival_s: float = 0.0
     seen_s: float = field(init=False)
@@ -126,23 +135,30 @@ class RequestState:
         """Whether its next step depends on more of the step in flight than the id of the token drawn there, which stays
         on the device.
 
-        Penalties count that token on the host, and a grammar goes on with it there; the prompt logprobs of a chunk are
-        taken after those of the chunk before.
+        Penalties count that token on the host, and a grammar goes on with it there; a draft follows it; the prompt
+        logprobs of a chunk are taken after those of the chunk before.
         """
         if not self.num_steps_in_flight:
             return False
         params = self.request.sampling_params
         is_prompt_scored = params.prompt_logprobs is not None and self.num_scheduled_tokens < self.num_prompt_tokens
-        return is_prompt_scored or (self.num_pending_tokens > 0 and (params.has_penalties or self.grammar is not None))
+        if is_prompt_scored or not self.num_pending_tokens:
+            return is_prompt_scored
+        is_drafting = self.drafting is not None and self.drafting.depth_at(len(self.token_ids) + 1) > 0
+        return params.has_penalties or self.grammar is not None or is_drafting
 
     def is_last_token_pending(self, max_model_len: int) -> bool:
         """Whether the token that is being drawn ends it whatever it is: max_tokens, or the model's length."""
         return self.num_pending_tokens > 0 and self.is_full(self.num_pending_tokens, max_model_len)
 
     def is_full(self, num_more_tokens: int, max_model_len: int) -> bool:
-        """Whether it ends for its length with so many tokens more. max_model_len: unless the request has its own."""
-        num_tokens, limit = len(self.token_ids) + num_more_tokens, self.request.max_model_len or max_model_len
-        return num_tokens - self.num_prompt_tokens >= self.request.max_tokens or num_tokens >= limit
+        """Whether it ends for its length with so many tokens more."""
+        return self.num_tokens_to_come(max_model_len) <= num_more_tokens
+
+    def num_tokens_to_come(self, max_model_len: int) -> int:
+        """How many it may still get. max_model_len: unless the request has its own."""
+        limit = min(self.num_prompt_tokens + self.request.max_tokens, self.request.max_model_len or max_model_len)
+        return limit - len(self.token_ids)
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """What its newest token, `token_id`, ends it for; None when it goes on."""
@@ -160,13 +176,15 @@ class RequestState:
 class ScheduledSequence:
     """Tokens [start, start + num_tokens) of one request run in this step; `is_sampled` when they reach its last token.
 
-    With look-ahead the last of them may be drawn by the step before, and not be known yet.
+    With look-ahead the last of them may be drawn by the step before, and not be known yet. draft: the last of them are
+    no tokens of the request, but what may follow it (speculation.py).
     """
 
     state: RequestState
     start: int
     num_tokens: int
     is_sampled: bool
+    draft: tuple[int, ...] = ()
 
     @classmethod
     def next_of(cls, state: RequestState, num_tokens: int) -> Self:
@@ -176,6 +194,23 @@ class ScheduledSequence:
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether several of its tokens are the request's own."""
+        return self.num_tokens - len(self.draft) > 1
+
+    def with_draft(self, draft: tuple[int, ...]) -> Self:
+        return replace(self, num_tokens=self.num_tokens + len(draft), draft=draft)
+
+    def rows(self) -> tuple[Self, ...]:
+        """One for each token that is drawn: the sequence without its draft, then behind the first token of that, and so
+        on."""
+        if not self.draft:
+            return (self,)
+        num_own = self.num_tokens - len(self.draft)
+        lengths = range(len(self.draft) + 1)
+        return tuple(replace(self, num_tokens=num_own + each, draft=self.draft[:each]) for each in lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +225,30 @@ class SchedulePlan:
     @property
     def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+def runs_on(request: Request, adapter_id: int) -> bool:
+    """Whether it goes through the adapter, alone or in a mix."""
+    return request.adapter_id == adapter_id or (bool(request.mix) and adapter_id in request.adapter_ids)
+
+
+def check_places(
+    waiting: Iterable[RequestState], running: Iterable[RequestState], leaving: Iterable[RequestState]
+) -> None:
+    """Assert that requests are as the scheduler's queue they are in says, and that only running ones hold an
+    adapter."""
+    for state in waiting:
+        assert state.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        assert state.keeps_kv or not state.num_computed_tokens
+        assert state.lora_slot is None
+    for state in running:
+        assert state.status is RequestStatus.RUNNING
+        assert not state.keeps_kv
+        assert (state.lora_slot is None) == (state.request.adapter_id is None)
+        assert len(state.mix_slots) == len(state.request.mix)
+    for state in leaving:
+        assert state.status is RequestStatus.FINISHED
+        assert state.num_steps_in_flight > 0, "its memory did not return"
 
 
 def check_steps_in_flight(plans: Iterable[SchedulePlan], states: Iterable[RequestState]) -> None:
@@ -207,7 +266,8 @@ class SampledToken:
     """What the model runner made of a sampled sequence; `error` when there is no token.
 
     has_odd_logits: the model gave NaN or no finite maximum, which speaks against the adapter or the base. is_late: the
-    mask of its grammar was not there, so the next step runs the sequence's last token once more.
+    mask of its grammar was not there, so the next step runs the sequence's last token once more. more: what was drawn
+    behind it, each token as the draft had the one before.
     """
 
     token_id: int
@@ -215,6 +275,12 @@ class SampledToken:
     error: LoraplexError | None = None
     has_odd_logits: bool = False
     is_late: bool = False
+    more: tuple[SampledToken, ...] = ()
+
+    @property
+    def run(self) -> tuple[SampledToken, ...]:
+        """With what was drawn behind it."""
+        return (self, *self.more)
 
 
 def token_output(

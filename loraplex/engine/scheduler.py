@@ -35,7 +35,6 @@ from loraplex.core import (
     WaitsFor,
     has_content,
 )
-from loraplex.engine.adapter_turns import AdapterTurns
 from loraplex.engine.schedule_plan import (
     OutputGrammar,
     RequestState,
@@ -43,9 +42,13 @@ from loraplex.engine.schedule_plan import (
     SampledToken,
     ScheduledSequence,
     SchedulePlan,
+    check_places,
     check_steps_in_flight,
+    runs_on,
     token_output,
 )
+from loraplex.engine.speculation import Speculation
+from loraplex.engine.waiting.adapter_turns import AdapterTurns
 from loraplex.engine.waiting.queue import (
     SEAT,
     Admission,
@@ -77,12 +80,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         aging_steps: int = 128,
+        num_speculative_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """clock: seconds, for the targets of tenants alone."""
+        """num_speculative_tokens: of a draft, at most; 0: none. clock: seconds, for the targets of tenants alone."""
         self._blocks = blocks
         self._clock = clock
         self.levels = ServiceLevels(max_num_batched_tokens)
+        self.speculation = Speculation(num_speculative_tokens)
         self._residency = residency
         self._max_num_seqs = max_num_seqs
         self._max_running = max_num_seqs
@@ -100,10 +105,8 @@ class Scheduler:
         self._leaving: dict[str, RequestState] = {}  # ended, but a step in flight runs them
         self._failed: list[TokenOutput] = []  # ends that the next plan tells
         self._num_arrivals = 0
-        self.num_preemptions = 0
-        self.num_pauses = 0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
+        self.num_preemptions = self.num_pauses = 0
+        self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_finished: Counter[str] = Counter()
         self.num_admitted: Counter[str] = Counter()
 
@@ -122,6 +125,7 @@ class Scheduler:
             share=self._shares.enter(request.claim),
         )
         state.is_prompt_checked, state.grammar = is_prompt_checked, grammar
+        self.speculation.begin(state)
         state.num_cached_tokens = request.num_cached_tokens
         if request.output_token_ids:
             state.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -160,7 +164,7 @@ class Scheduler:
         return [self._finish(state, FinishReason.ERROR, error=error) for state in self._states_of(adapter_id)]
 
     def _states_of(self, adapter_id: int) -> list[RequestState]:
-        others = [s for s in (*self._running, *self._compiling) if _runs_on(s.request, adapter_id)]
+        others = [s for s in (*self._running, *self._compiling) if runs_on(s.request, adapter_id)]
         return sorted([*others, *self._waiting.states_of(adapter_id)], key=arrival_index)
 
     def forget_kv(self, adapter_digest: str) -> None:
@@ -242,6 +246,7 @@ class Scheduler:
             self._give_way(seated, keeps_kv=True)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, budget)
+        self.speculation.extend(scheduled, budget.num_tokens, self._blocks.reserve, self._max_model_len)
         called = self._turns.called(self._waiting) if paused else ()
         if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
@@ -298,8 +303,7 @@ class Scheduler:
                 budget.take(num_tokens)
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> StepBudget:
-        """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the
-        last."""
+        """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the last."""
         budget = self.levels.budget(self._running)
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
@@ -471,7 +475,8 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------------------- commit
 
     def commit(self, plan: SchedulePlan, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        """Take over what a step computed: `sampled` has one token for each sequence with `is_sampled`, by request_id.
+        """Take over what a step computed: `sampled` has one token for each sequence with `is_sampled`, by request_id,
+        and `more` behind a draft: as many steps would, up to one that ends the request.
 
         What it computed for a request that ended meanwhile is dropped.
         """
@@ -479,8 +484,9 @@ class Scheduler:
         self.levels.see_step(plan.sequences, plan.made_s, now_s)
         for sequence in self._land(plan):
             token = sampled[sequence.state.request.request_id] if sequence.is_sampled else None
-            output = self._commit_one(sequence, token, now_s)
-            if output is not None:
+            if token is not None and sequence.draft:
+                outputs += self._commit_run(sequence, token, now_s)
+            elif (output := self._commit_one(sequence, token, now_s)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -500,6 +506,16 @@ class Scheduler:
                 del self._leaving[state.request.request_id]
                 self._return_memory(state)
         return [sequence for sequence in plan.sequences if sequence.state.status is RequestStatus.RUNNING]
+
+    def _commit_run(self, sequence: ScheduledSequence, first: SampledToken, now_s: float) -> list[TokenOutput]:
+        state, outputs = sequence.state, list[TokenOutput]()
+        for row, token in zip(sequence.rows(), first.run, strict=False):  # rows whose draft did not hold are dropped
+            outputs += filter(None, [self._commit_one(row, token, now_s)])
+            if state.status is RequestStatus.FINISHED:
+                break
+        state.num_scheduled_tokens = state.num_computed_tokens
+        self.speculation.see(sequence, sum(len(output.token_ids) for output in outputs))
+        return outputs
 
     def _commit_one(self, sequence: ScheduledSequence, token: SampledToken | None, now_s: float) -> TokenOutput | None:
         state = sequence.state
@@ -551,7 +567,7 @@ class Scheduler:
         if state.request.mix:
             self._mixes -= Counter((state.request.mix,))
         for adapter_id in state.request.adapter_ids:
-            if not any(_runs_on(other.request, adapter_id) for other in self._running):
+            if not any(runs_on(other.request, adapter_id) for other in self._running):
                 self._turns.end(adapter_id)
         if state.num_steps_in_flight:
             self._leaving[state.request.request_id] = state
@@ -573,18 +589,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that every request is in exactly one queue and that only running ones hold an adapter."""
         assert len(self._waiting) + len(self._running) + len(self._compiling) == len(self._states)
-        for state in self._waiting:
-            assert state.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert state.keeps_kv or not state.num_computed_tokens
-            assert state.lora_slot is None
-        for state in self._running:
-            assert state.status is RequestStatus.RUNNING
-            assert not state.keeps_kv
-            assert (state.lora_slot is None) == (state.request.adapter_id is None)
-            assert len(state.mix_slots) == len(state.request.mix)
-        for state in self._leaving.values():
-            assert state.status is RequestStatus.FINISHED
-            assert state.num_steps_in_flight > 0, "its memory did not return"
+        check_places(self._waiting, self._running, self._leaving.values())
         check_steps_in_flight(self._uncommitted, [*self._running, *self._leaving.values(), *self._waiting])
         assert self._turns.adapter_ids == self.adapters_of(RequestStatus.RUNNING)
         assert self._mixes == Counter(state.request.mix for state in self._running if state.request.mix)
@@ -593,7 +598,3 @@ class Scheduler:
         states, active = self._states.values(), self._shares.active()
         assert Counter(state.share for state in states) == {share: share.num_requests for share in active}
         assert sum(share.num_running for share in active) == len(self._running)
-
-
-def _runs_on(request: Request, adapter_id: int) -> bool:
-    return request.adapter_id == adapter_id or (bool(request.mix) and adapter_id in request.adapter_ids)

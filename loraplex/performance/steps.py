@@ -96,11 +96,12 @@ class StepProfile:
 
 
 class StepRow(NamedTuple):
-    """One sequence of a step. adapter_ids: () for the base model; num_tokens: that the step computed of it."""
+    """One sequence of a step. adapter_ids: () for the base model; num_tokens: that the step computed of it, without a
+    draft; num_drawn: that it got."""
 
     adapter_ids: tuple[int, ...]
     num_tokens: int
-    is_sampled: bool
+    num_drawn: int
 
     @property
     def is_prefill(self) -> bool:
@@ -129,17 +130,17 @@ class StepRecorder:
         """Count a committed step. `step_parts`: those that add up to the step."""
         sums = self._sums_of(rows)
         spent = {part: total - self._before.get(part, 0.0) for part, total in seconds.items()}
-        num_sampled = sum(row.is_sampled for row in rows)
+        num_drawn = sum(row.num_drawn for row in rows)
         sums.num_steps += 1
         sums.num_rows += len(rows)
         sums.num_base_rows += sum(not row.adapter_ids for row in rows)
-        sums.num_tokens += num_sampled
+        sums.num_tokens += num_drawn
         sums.num_prefill_tokens += sum(row.num_tokens for row in rows if row.is_prefill)
         self._before = seconds
         for part, each in spent.items():
             sums.seconds[part] = sums.seconds.get(part, 0.0) + each
         sums.times.observe(sum(spent.get(part, 0.0) for part in step_parts))
-        self._timeline.add(self._clock() - self._begun_s, num_sampled)
+        self._timeline.add(self._clock() - self._begun_s, num_drawn)
 
     def profile(self) -> StepProfile:
         return StepProfile(self._clock() - self._begun_s, tuple(self._sums.values()), self._timeline)

@@ -177,6 +177,10 @@ class MetricsPage:
         yield self._counter("loraplex:num_pauses", text, stats.num_pauses)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens computed or found.", stats.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens drawn.", stats.num_generated_tokens)
+        yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.", stats.num_drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens of those drafts.", stats.num_draft_tokens)
+        text = "Tokens of drafts that were drawn as drafted, and went to requests."
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", text, stats.num_accepted_tokens)
         text = "Finished requests, by why they ended."
         yield self._counters("vllm:request_success", text, "finished_reason", stats.num_finished)
         text = "Waiting requests, by what they wait for."

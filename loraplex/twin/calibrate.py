@@ -119,6 +119,8 @@ def calibrate(
         raise ConfigError(f"seconds must be >= {MIN_SECONDS:g}, got {seconds:g}")
     if not ranks or not all(1 <= rank <= 512 for rank in ranks):
         raise ConfigError(f"ranks must be 1..512, got {tuple(ranks)}")
+    if config.speculative is not None:
+        raise ConfigError(f"speculative {config.speculative} is not in a step model, which is of plain steps")
     with tempfile.TemporaryDirectory(prefix="loraplex-calibrate-") as folder:
         lora = replace(config.lora or LoRAConfig(), disk_cache_dir=str(Path(folder, "disk")), enable_diagnosis=False)
         own = replace(config, lora=replace(lora, scrub_bytes_per_s=0), enable_prefix_caching=False)

@@ -104,7 +104,14 @@ class Harness:
     """A scheduler whose model always answers token 5 (or what `script` says)."""
 
     def __init__(
-        self, *, num_blocks: int = 64, seqs: int = 8, tokens: int = 64, room: int = 100, aging_steps: int = 8
+        self,
+        *,
+        num_blocks: int = 64,
+        seqs: int = 8,
+        tokens: int = 64,
+        room: int = 100,
+        aging_steps: int = 8,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.blocks = KVBlockAllocator(num_blocks, 8)
         self.residency = FakeResidency(room)
@@ -116,6 +123,7 @@ class Harness:
             max_num_batched_tokens=tokens,
             max_model_len=num_blocks * 8,
             aging_steps=aging_steps,
+            num_speculative_tokens=num_speculative_tokens,
             clock=lambda: self.now_s,
         )
         self.outputs: dict[str, list[TokenOutput]] = {}

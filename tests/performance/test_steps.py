@@ -43,8 +43,8 @@ def test_a_timeline_that_gets_coarser_keeps_the_order() -> None:
     assert timeline.num_tokens[:3] == [1, 5, 9]
 
 
-def row(adapter_id: int | None, num_tokens: int = 1, is_sampled: bool = True) -> StepRow:
-    return StepRow(() if adapter_id is None else (adapter_id,), num_tokens, is_sampled)
+def row(adapter_id: int | None, num_tokens: int = 1, num_drawn: int = 1) -> StepRow:
+    return StepRow(() if adapter_id is None else (adapter_id,), num_tokens, num_drawn)
 
 
 def test_a_step_is_counted_under_its_kind() -> None:
@@ -54,7 +54,7 @@ def test_a_step_is_counted_under_its_kind() -> None:
     decode = [row(7), row(8), row(None)]
     recorder.end(decode, {"schedule": 1.25, "forward": 6.0, "gemm": 2.5}, STEP_PARTS)
     recorder.begin({"forward": 6.0})
-    prefill = [row(7, 3, is_sampled=False), row(None)]
+    prefill = [row(7, 3, num_drawn=0), row(None)]
     recorder.end(prefill, {"forward": 7.0}, STEP_PARTS)
     profile = recorder.profile()
     first, second = profile.sums

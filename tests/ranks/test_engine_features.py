@@ -20,6 +20,7 @@ from loraplex.errors import AdapterFaultError, EngineError
 from loraplex.events import EventKind
 from loraplex.memory.space.arena import Owner
 from tests.engine.driver import Driver
+from tests.engine.prophet import Prophet
 from tests.engine.test_maintenance import is_well, kinds, poison, settle
 from tests.fixtures import TARGET_MODULES, ModelZoo
 from tests.ranks.engines import LORA, Asked, adapter_of, answers, driver_of, kind_of, load, opened
@@ -89,6 +90,20 @@ def test_activated_and_longer_adapters_beside_others_and_again_from_the_prefix_c
         hits = two_ranks.stats.num_prefix_hit_tokens
         assert answers(two_ranks, asks) == [served.answers[each] for each in asks]
     assert two_ranks.stats.num_prefix_hit_tokens - hits > 300
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_drafts_through_activated_and_longer_adapters(
+    served: Served, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [(*asked.prompt, *said) for asked, said in served.answers.items()]
+    Prophet(texts, seed=1).drafts_for_all(monkeypatch)
+    with opened(served.base, size, LONG, speculative="n-gram", **SETTINGS) as driver:
+        load(driver, served.adapters)
+        for asks in (ASKS, OF_THE_BASE, ASKS[::-1]):
+            assert answers(driver, asks) == [served.answers[each] for each in asks]
+        stats = driver.stats
+        assert stats.num_draft_tokens > stats.num_accepted_tokens > 50
 
 
 @pytest.mark.ranks

@@ -64,6 +64,7 @@ def test_calibrate_says_what_cannot_be(run: Run, tmp_path: Path) -> None:
     base = str(assets_path() / "base")
     assert "--seconds must be >= 5" in run("calibrate", base, "--seconds", "1")[2]
     assert "--ranks must be 1..512" in run("calibrate", base, "--ranks", "0")[2]
+    assert "n-gram is not in a step model" in run("calibrate", base, "--speculative", "n-gram")[2]
     assert "there is no directory" in run("calibrate", base, "--output", str(tmp_path / "no" / "c.json"))[2]
 
 

@@ -62,7 +62,7 @@ class ServiceLevels:
         targets = [each.state.share.itl_target_s or 0.0 for each in sequences if _has_target(each.state)]
         if not targets:
             return
-        num_prompt_tokens = sum(each.num_tokens for each in sequences if each.num_tokens > 1)
+        num_prompt_tokens = sum(each.num_tokens for each in sequences if each.is_prefill)
         if seconds > min(targets):
             if num_prompt_tokens:
                 self._limit = max(self._least, min(self._limit, num_prompt_tokens // 2))

@@ -201,6 +201,19 @@ def test_tokens_of_prompts_stay_between_the_least_and_all(seconds: list[tuple[fl
         assert levels.budget([]) == StepBudget(512, 512), "nothing is held back for requests that are not there"
 
 
+def test_a_draft_is_no_prompt() -> None:
+    """However many tokens it has: a step that took too long for it alone changes no limit."""
+    from loraplex.engine.schedule_plan import ScheduledSequence
+
+    load = Load(0)
+    load.add(Claim("a", itl_target_ms=100), 4, 9)
+    load.step(0.01)
+    (state,) = load.scheduler._running
+    before = load.scheduler.levels.budget([state])
+    load.scheduler.levels.see_step([ScheduledSequence(state, 4, 1, is_sampled=True).with_draft((5,) * 8)], 1.0, 9.0)
+    assert load.scheduler.levels.budget([state]) == before
+
+
 def state_of_prompt(state, num_tokens: int):
     from loraplex.engine.schedule_plan import ScheduledSequence
 
