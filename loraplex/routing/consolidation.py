@@ -8,13 +8,16 @@
 More is wanted where the load, or what a growing one will be when a process has started, takes more than `high` of the
 open places or of their KV, or fewer than min_runners serve. A runner drains where its load and that of the others
 took at most `low` of their places for `calm_s`. The gap between the two is what keeps a steady load where it is.
+
+What came while one was away may be more than the others have places for: those that have no token yet move to one that
+is back.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loraplex.routing.policies import Policy, place
@@ -48,6 +51,7 @@ class Held:
     """A prompt's completions at a runner. needs.num_prompt_tokens: all that is to be computed again, without a cache.
 
     num_tokens_left: the most that one of them may still get. target: the runner that they are on their way to.
+    is_waiting: they have no token of this runner yet.
     """
 
     key: str
@@ -56,6 +60,7 @@ class Held:
     num_tokens_left: int = 1 << 30
     target: str | None = None
     can_move: bool = True
+    is_waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,8 @@ def decide(
     drain = () if is_changing else _drained(members, load, rules, policy, now_s)
     draining = [each for each in members if each.state is RunnerState.DRAINING or each.name in drain]
     targets = [each for each in members if each.is_open and each not in draining]
-    return Decision(drain, release=release, moves=_moves(draining, targets, rules, policy, now_s))
+    leaving = {each.name: each.held for each in draining} | {each.name: _beyond_places(each) for each in targets}
+    return Decision(drain, release=release, moves=_moves(leaving, targets, rules, policy, now_s))
 
 
 def _wanted(members: Sequence[Member], expected: float, rules: Rules) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -224,18 +230,33 @@ def _fit(drained: Sequence[Member], others: Sequence[Member], policy: Policy, no
     return True
 
 
+def _beyond_places(member: Member) -> tuple[Held, ...]:
+    """What waits there, as far as it has no place; what is on its way elsewhere is among it."""
+    excess = member.snapshot.num_requests - member.snapshot.max_requests
+    waiting = [each for each in member.held if each.target is not None or each.is_waiting]
+    waiting.sort(key=lambda each: (each.target is None, each.needs.num_prompt_tokens, each.key))
+    leaving = []
+    for held in waiting:
+        if held.target is None and held.num_completions > excess:
+            continue
+        excess -= held.num_completions
+        leaving.append(held)
+    return tuple(leaving)
+
+
 def _moves(
-    draining: Sequence[Member], targets: Sequence[Member], rules: Rules, policy: Policy, now_s: float
+    leaving: Mapping[str, Sequence[Held]], targets: Sequence[Member], rules: Rules, policy: Policy, now_s: float
 ) -> tuple[Move, ...]:
+    """leaving: what is to leave a runner, or is on its way already, by its name."""
     room = {each.name: rules.max_moving for each in targets}
     snapshots = [each.snapshot for each in targets]
-    for held in (each for member in draining for each in member.held):
+    for held in (each for of_runner in leaving.values() for each in of_runner):
         if held.target in room:
             room[held.target] -= 1
             snapshots = _with(snapshots, held.target, held)
     moves = []
-    for member in draining:
-        for held in sorted(member.held, key=lambda each: (each.needs.num_prompt_tokens, each.key)):
+    for name, of_runner in leaving.items():
+        for held in sorted(of_runner, key=lambda each: (each.needs.num_prompt_tokens, each.key)):
             stays = held.target is not None or not held.can_move or held.num_tokens_left <= rules.min_tokens_left
             if stays or not any(number > 0 for number in room.values()):
                 continue
@@ -243,7 +264,7 @@ def _moves(
             if target is not None:
                 room[target] -= 1
                 snapshots = _with(snapshots, target, held)
-                moves.append(Move(held.key, member.name, target))
+                moves.append(Move(held.key, name, target))
     return tuple(moves)
 
 

@@ -44,6 +44,7 @@ def held_at(name: str) -> st.SearchStrategy[tuple[Held, ...]]:
         num_tokens_left=st.sampled_from([1, 16, 17, 500]),
         target=st.none() | st.none() | st.sampled_from(NAMES),
         can_move=st.booleans(),
+        is_waiting=st.booleans(),
     )
     return st.lists(one, max_size=5).map(
         lambda found: tuple(replace(each, key=f"{name}.{number}") for number, each in enumerate(found))
@@ -136,7 +137,9 @@ def test_moves_go_where_there_is_room_for_all_of_them(policy: Policy, fleet: tup
     assert len({move.key for move in decision.moves}) == len(decision.moves)
     for move in decision.moves:
         source, target = by_name[move.source], by_name[move.target]
-        assert source.state is RunnerState.DRAINING or source.name in decision.drain
+        drains = source.state is RunnerState.DRAINING or source.name in decision.drain
+        is_over = source.is_open and source.snapshot.num_requests > source.snapshot.max_requests
+        assert drains or (is_over and held[move.key].is_waiting)
         assert target.is_open
         assert target.name not in decision.drain
         assert held[move.key] in source.held
@@ -145,8 +148,8 @@ def test_moves_go_where_there_is_room_for_all_of_them(policy: Policy, fleet: tup
         assert held[move.key].num_tokens_left > rules.min_tokens_left
     for target in fleet:
         arriving = [held[move.key] for move in decision.moves if move.target == target.name]
-        drains = {each.name for each in fleet if each.state is RunnerState.DRAINING} | set(decision.drain)
-        coming = [each for name in drains for each in by_name[name].held if each.target == target.name]
+        sources = [each for each in fleet if each.is_open or each.state is RunnerState.DRAINING]
+        coming = [held for each in sources for held in each.held if held.target == target.name]
         if not arriving:
             continue
         assert len(arriving) + len(coming) <= rules.max_moving
@@ -308,6 +311,24 @@ def test_more_load_opens_what_drains_before_it_starts_what_ended() -> None:
     assert fleet.tick() == Decision(reopen=("r1",))
     fleet.add("r1", 7)
     assert fleet.tick() == Decision(start=("r2",))
+
+
+@EVERY_POLICY
+def test_what_waits_for_a_place_goes_to_the_one_that_comes_back(policy: Policy) -> None:
+    """All that came while one was away stayed in the queue of the other."""
+    fleet = Fleet(policy, Rules(), num_runners=2)
+    fleet.states["r1"] = RunnerState.RELEASED
+    fleet.add("r0", 8)
+    fleet.add("r0", 4, is_waiting=True)
+    fleet.run(START_S + 1)
+    assert fleet.count(RunnerState.OPEN) == 2
+    assert [sorted(held.is_waiting for held in fleet.requests[name]) for name in ("r0", "r1")] == [
+        [False] * 8,
+        [True] * 4,
+    ]
+    assert fleet.num_moves == 4
+    fleet.run(5)
+    assert fleet.num_moves == 4
 
 
 def test_growth_starts_a_runner_before_its_places_are_taken_and_a_burst_does_not() -> None:

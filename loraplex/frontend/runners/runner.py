@@ -125,7 +125,7 @@ class Runner:
 
 class Placement:
     """The completions of one prompt at a runner, which counts them until `end`. num_tokens_left: the most that one of
-    them may still get."""
+    them may still get. has_answered: this runner, with a token of any."""
 
     def __init__(self, runner: Runner, needs: Needs, message: msg.AddRequests) -> None:
         self.runner = runner
@@ -135,7 +135,7 @@ class Placement:
         self._max_tokens = message.requests[0].max_tokens
         self.num_tokens_left = self._max_tokens - min(lengths)
         self._num_tokens = needs.num_prompt_tokens + sum(lengths)
-        self._has_answered = False
+        self.has_answered = False
         runner.count(needs, self.num_completions, self._num_tokens)
 
     @property
@@ -150,8 +150,8 @@ class Placement:
         num_tokens = self._needs.num_prompt_tokens + sum(len(each.token_ids) for each in output.outputs)
         self.runner.count(self._needs, 0, num_tokens - self._num_tokens)
         self._num_tokens = num_tokens
-        if not self._has_answered:
-            self._has_answered = True
+        if not self.has_answered:
+            self.has_answered = True
             self.runner.memory.learn_served(self._needs)
 
     def end(self) -> None:

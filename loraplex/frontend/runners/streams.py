@@ -71,6 +71,7 @@ class OutputStream:
             placement.num_tokens_left,
             None if self.target is None else self.target.name,
             can_move=now_s >= self.stays_until_s,
+            is_waiting=not placement.has_answered,
         )
 
     def put(self, output: RequestOutput) -> None:
