@@ -134,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     batches, is_demo = args.batch or [1, 4], args.model is None
     settings = {"dtype": args.dtype, "quantization": args.quantization, "max_num_seqs": max(batches)}
-    settings["max_model_len"] = args.tokens + 160
+    settings["max_model_len"] = args.tokens + (64 if is_demo else 160)
     model = str(assets_path() / "base") if is_demo else args.model
     with LLM(model, **settings) as plain, LLM(model, speculative="n-gram", **settings) as drafting:
         vocab_size = plain.engine.info.vocab_size
