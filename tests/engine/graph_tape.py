@@ -231,10 +231,11 @@ class MaskedBackend(TorchBackend):
         scale: float,
         sliding_window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         num_sequences, width = plan.block_tables.shape
         if len(q) != num_sequences:
-            return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap)
+            return super().paged_attention(q, kv_layer, plan, scale, sliding_window, softcap, sinks)
         _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
         contexts, keys = plan.context_lens[:, None], torch.arange(width * block_size)
         is_seen = keys < contexts
@@ -248,7 +249,11 @@ class MaskedBackend(TorchBackend):
         scores = grouped @ kv[0].transpose(-1, -2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        out = F.softmax(scores + mask, dim=-1) @ kv[1]
+        scores = scores + mask
+        if sinks is not None:  # a column of no key
+            column = sinks.view(num_kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
+        out = F.softmax(scores, dim=-1)[..., : len(keys)] @ kv[1]
         out = torch.where(contexts[:, :, None, None] > 0, out, 0.0)
         return out.reshape(q.shape)
 
