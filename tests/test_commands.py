@@ -267,7 +267,11 @@ def test_options_of_commands_that_do_not_run(page: Path) -> None:
             assert bound.arguments
 
 
-PRINTED = {"structured-output.md": r"count \d", "tools.md": r'double\{\s*"n"\s*:\s*\d+\s*\}'}
+PRINTED = {
+    "speculative-decoding.md": r"40 tokens in 1?\d steps",
+    "structured-output.md": r"count \d",
+    "tools.md": r'double\{\s*"n"\s*:\s*\d+\s*\}',
+}
 """What the Python of a page prints, where it is no answer of the adapter `upper`."""
 
 PYTHON_BLOCKS = [(page, number, code) for page in PAGES for number, code in enumerate(blocks(page, "python"))]
