@@ -118,7 +118,7 @@ def test_a_meter_counts_its_own_thread_and_not_pythons_others() -> None:
     other = threading.Thread(target=_compute_until, args=(ended,))
     before = meter.read()
     other.start()
-    time.sleep(0.1)
+    time.sleep(0.5)
     idle = meter.read().since(before)
     ended.set()
     other.join()
@@ -126,7 +126,7 @@ def test_a_meter_counts_its_own_thread_and_not_pythons_others() -> None:
     while time.thread_time() < until:
         pass
     busy = meter.read().since(before)
-    assert idle.cpu_s < 0.05
+    assert idle.cpu_s < 0.25, "the other thread had all of it"
     assert busy.cpu_s > 0.09
 
 

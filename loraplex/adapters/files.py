@@ -71,7 +71,7 @@ MIN_TENSORS, MAX_TENSORS = 2**13, 2**16
 HEADER_BYTES_A_TENSOR = 256
 VALUES_A_TENSOR = 20
 SPARE_VALUES = 2**12
-"""A tensor's name, dtype, shape and offsets are 11 bytes of `,:[`, with eight axes 17; the rest is `__metadata__`."""
+"""A tensor's name, dtype, shape and offsets are 12 bytes of `,:[{`, with eight axes 18; the rest is `__metadata__`."""
 METADATA_KEY = b'"__metadata__"'
 MAX_METADATA_BYTES, MAX_METADATA_VALUES = 2 * MAX_CONFIG_BYTES, 2**18
 """Of what `metadata_of` looks at: a configuration as a string, and the tensors behind it, which it does not parse."""

@@ -4,8 +4,7 @@
     h = h + attention(norm(h));  h = h + mlp(norm(h))         for each layer
     hidden = norm(h);  logits = lm_head(hidden)
 
-A family may have norms behind the blocks too, or there alone, both blocks side by side behind one norm, and factors at
-the embedding, the residual and the logits (models/families.py).
+A family may have other norms, both blocks side by side behind one norm, and factors (models/families.py).
 
 The batch (`StepBatch`) is an argument all the way down. Modules are named as in the checkpoint. The inputs of o_proj
 (the attention's output) and of down_proj (that of the activation) are scratch that nothing else reads: adapters with
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -588,8 +587,7 @@ class Decoder:
     @cached_property
     def _stream(self) -> Any:
         """One for all threads: each stream keeps its own free memory."""
-        cuda: Any = torch.cuda
-        return cuda.Stream(self.device)
+        return cast(Any, torch.cuda).Stream(self.device)
 
     def weighted_layers(self) -> tuple[WeightedLayer, ...]:
         """Every layer with weights, in the order in which they are to be loaded."""

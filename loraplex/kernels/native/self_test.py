@@ -272,13 +272,14 @@ def _ranks(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     memory, parts = torch.zeros(board_nbytes(2), dtype=torch.uint8), _draw(2, 3, PART_BYTES // 8)
     boards = [RankBoard(library, Shard(rank, 2), memory, ()) for rank in range(2)]
 
-    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        joined = boards[rank].side_by_side(parts[rank])
-        return joined, boards[rank].sum(parts[rank].clone())
+    def run(rank: int) -> tuple[torch.Tensor, ...]:
+        joined, part = boards[rank].side_by_side(parts[rank]), parts[rank][:, :40]
+        normed = glue.rms_norm_ranks(library, part, part[0].contiguous(), 1e-5, boards[rank], 1)
+        return joined, boards[rank].sum(parts[rank].clone()), normed
 
     with ThreadPoolExecutor(1) as others:
         other = others.submit(run, 1)
-        return *run(0), other.result()[1]
+        return *run(0), *other.result()[1:]
 
 
 CASES: Mapping[str, Case] = {
