@@ -79,4 +79,4 @@ def test_triton_kernels_are_measured() -> None:
     if not backend.launcher.is_interpreted:
         pytest.skip("runs in Triton's interpreter")
     found = measure(backend, replace(SHAPES, num_rows=2, num_adapters=2, context_len=8))
-    assert [each.op for each in found] == list(TRITON_OPERATORS)
+    assert [each.op for each in found] == [op for op in TRITON_OPERATORS if op not in OF_EXPERTS]

@@ -95,6 +95,7 @@ async def test_a_verb_that_one_replica_fails_is_undone_at_the_others(
 
 async def test_a_load_that_one_replica_refuses_leaves_all_as_they_were() -> None:
     async with replicas(3) as fleet, router([each.name for each in fleet]) as front:
+        await front.until(lambda: front.fleet.num_open == 3)
         before = await cards(fleet[0])
         fleet[2].engine.errors_by_path["/adapters/new"] = AdapterPathNotFoundError("no such path: /adapters/new")
         answer = await front.client.post("/v1/adapters", json=NEW)
@@ -120,6 +121,7 @@ async def test_what_cannot_be_put_back_is_said() -> None:
 
 async def test_a_refusal_of_the_first_is_the_answer_and_nothing_has_happened() -> None:
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 2)
         for each in (a, b):
             each.engine.errors_by_path["/adapters/new"] = AdapterFileFormatError("rank must be >= 1, got 0")
         before = await cards(a)
@@ -132,6 +134,7 @@ async def test_a_refusal_of_the_first_is_the_answer_and_nothing_has_happened() -
 
 async def test_a_verb_for_named_replicas_is_theirs_alone() -> None:
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 2)
         answer = await front.client.post("/v1/adapters", json=NEW, headers={HEADER: b.name})
         assert answer.status_code == 200
         assert "new" not in await cards(a)
@@ -159,6 +162,7 @@ async def test_a_verb_needs_every_replica_that_it_is_for() -> None:
 async def test_a_key_that_may_not_is_refused_by_the_replica() -> None:
     keys = {"api_keys": ("k" * 32,), "admin_api_keys": ("a" * 32,)}
     async with replicas(2, **keys) as (a, b), router([a.name, b.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 2)
         for key, status in (("", 401), ("k" * 32, 403), ("a" * 32, 200)):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             answer = await front.client.post("/v1/adapters", json=NEW, headers=headers)
@@ -183,6 +187,7 @@ async def test_a_refusal_of_a_key_is_the_replicas_and_names_the_verb(caplog: pyt
     caplog.set_level("INFO", "loraplex.audit")
     keys = {"api_keys": ("k" * 32,), "admin_api_keys": ("a" * 32,)}
     async with replicas(1, **keys) as (a,), router([a.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 1)
         answer = await front.client.post("/v1/adapters/sql/pin", headers={"Authorization": f"Bearer {'k' * 32}"})
         assert "POST /v1/adapters/sql/pin needs an admin key" in answer.json()["error"]["message"]
     assert "POST /v1/adapters/{name}/pin on adapter 'sql'" in caplog.text
@@ -303,6 +308,7 @@ async def test_a_replica_that_was_lost_while_a_verb_waited_gets_none() -> None:
 
 async def test_names_of_replicas_are_not_sent_back() -> None:
     async with replicas(1) as (a,), router([a.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 1)
         answer = await front.client.post("/v1/adapters/sql/pin", headers={HEADER: "z" * 10_000})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, HEADER)
         assert "z" * 41 not in answer.text
@@ -310,6 +316,7 @@ async def test_names_of_replicas_are_not_sent_back() -> None:
 
 async def test_models_are_the_union_and_a_page_of_it() -> None:
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 2)
         await front.client.post("/v1/adapters", json=NEW, headers={HEADER: b.name})
         everything = (await front.client.get("/v1/models")).json()
         assert sorted(card["id"] for card in everything["data"]) == ["base", "chat", "new", "sql"]
@@ -333,6 +340,7 @@ WRITING = [
 @pytest.mark.parametrize(("method", "path", "body"), WRITING, ids=[path for _, path, _ in WRITING])
 async def test_what_writes_files_is_for_the_one_replica_that_is_named(method: str, path: str, body: Any) -> None:
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 2)
         for named in ({}, {HEADER: f"{a.name}, {b.name}"}):
             refused = await front.client.request(method, path, json=body, headers=named)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_routed")
@@ -346,6 +354,7 @@ async def test_what_writes_files_is_for_the_one_replica_that_is_named(method: st
 
 async def test_evict_and_preload_go_to_all() -> None:
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 2)
         for verb in ("preload", "evict"):
             answer = await front.client.post(f"/v1/adapters/sql/{verb}")
             assert (answer.status_code, answer.headers[HEADER]) == (200, f"{a.name}, {b.name}")
