@@ -105,6 +105,7 @@ struct ExpertsCall {
   int64_t experts, top_k, hidden, inner;
   int32_t normalizes, threads;
   float limit, alpha;  // of a clamped gate; limit 0: it is silu(gate) * up
+  int32_t scales_inputs, unused;  // factors are sigmoid(logit), of what an expert reads in place of what it says
 };
 
 // What the threads of all calls (team.h) have seen since the process began; seconds.

@@ -2,7 +2,8 @@
 // up_e(x[t])), each of these with the deltas of its adapters. With a limit the gate is `clamp_gate`.
 //
 // p = softmax(logits[t]) of all experts in float32; the `top_k` largest are chosen, of equal ones the first; with
-// `normalizes` they are divided by their sum.
+// `normalizes` they are divided by their sum. With `scales_inputs` a chosen one's factor is sigmoid(logits[t, e]), and
+// an expert reads x[t] times that: its part of the sum has no factor.
 //
 // BATCH INVARIANCE. A row's choice depends on its logits alone. The rows of an expert are side by side in the order of
 // the batch, in which rows of one adapter are neighbours: so they are sorted by (expert, adapter), and the products are
@@ -57,7 +58,9 @@ void choose(const ExpertsCall& call, const float* logits, Routes& routes, int32_
     chosen[i] = (int32_t)best, factors[i] = p[best];
     sum += p[best];
   }
-  if (call.normalizes)
+  if (call.scales_inputs)
+    for (long i = 0; i < call.top_k; i++) factors[i] = 1.f / (1.f + std::exp(-logits[chosen[i]]));
+  else if (call.normalizes)
     for (long i = 0; i < call.top_k; i++) factors[i] /= sum;
 }
 
@@ -122,6 +125,11 @@ void activate(const ExpertsCall& call, const float* gate_up, long rows, float* y
            [&](long i) { clamp_gate(gate_up + 2 * i * inner, inner, call.limit, call.alpha, y + i * inner); });
 }
 
+void scale_row(const float* x, float factor, long size, float* y) {
+  const Vec16 factors = set1(factor);
+  for (long k = 0; k < size; k += 16) store_first(y + k, mul(factors, load_first(x + k, size - k)), size - k);
+}
+
 void add_row(const float* x, float factor, long size, float* y) {
   const Vec16 factors = set1(factor);
   for (long k = 0; k < size; k += 16) {
@@ -151,13 +159,18 @@ LORAPLEX_API void loraplex_experts(const ExpertsCall* call, const float* x, int6
     if (count == 0) continue;
     const LoraSegments here =
         segments == nullptr ? LoraSegments{} : segments_of(*segments, at, count, routes);
-    for_rows(count, count * hidden, call->threads,
-             [&](long i) { std::copy_n(x + at[i] * x_stride, hidden, own + i * hidden); });
+    for_rows(count, count * hidden, call->threads, [&](long i) {
+      const float* const row = x + at[i] * x_stride;
+      if (call->scales_inputs) return scale_row(row, factors[i], hidden, own + i * hidden);
+      std::copy_n(row, hidden, own + i * hidden);
+    });
     product(call->linears[2 * e], own, count, hidden, 2 * inner, gate_up, here, call->threads);
     activate(*call, gate_up, count, mid);
     product(call->linears[2 * e + 1], mid, count, inner, hidden, out, here, call->threads);
     for_rows(count, 2 * count * hidden, call->threads,
-             [&](long i) { add_row(out + i * hidden, factors[i], hidden, y + at[i] * hidden); });
+             [&](long i) {
+               add_row(out + i * hidden, call->scales_inputs ? 1.f : factors[i], hidden, y + at[i] * hidden);
+             });
   }
 }
 

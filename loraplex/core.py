@@ -366,7 +366,8 @@ class LoraTarget:
     sliced. is_tied: of a head, whether its weight is the embedding's. is_fully_sharded: A and B are cut finer than the
     linear (loraplex/distributed.py). expert, parameter: which of how many, and peft's name of its weight, or of all
     experts' (adapters/experts.py); on what has one of these no other kind acts than LoRA, and no own weight.
-    takes_turns: outputs of the slices take turns in that parameter.
+    takes_turns: outputs of the slices take turns in that parameter. swaps_factors: its B and A are those of its
+    transpose, A and B here.
     """
 
     name: str
@@ -381,6 +382,7 @@ class LoraTarget:
     expert: tuple[int, int] | None = field(default=None, repr=False)
     parameter: str = field(default="", repr=False)
     takes_turns: bool = field(default=False, repr=False)
+    swaps_factors: bool = field(default=False, repr=False)
 
     @property
     def is_linear(self) -> bool:

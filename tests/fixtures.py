@@ -45,7 +45,7 @@ MORE_FAMILIES = (*("cohere2", "gemma2", "gemma3_text", "glm4", "granite", "olmo2
 REFERENCE_FAMILIES = FAMILIES[:2]
 """The reference is slow: a family with a window and one with biases show its branches. They are the first: pytest then
 makes a module's fixture of FAMILIES once for all of its tests."""
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "llama4_text")
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 NUM_TOKENS = 64
@@ -179,7 +179,7 @@ _CONFIG_CLASSES = {
     **{"granite": "GraniteConfig", "olmo2": "Olmo2Config", "phi3": "Phi3Config", "smollm3": "SmolLM3Config"},
     "starcoder2": "Starcoder2Config",
     **{"mixtral": "MixtralConfig", "qwen2_moe": "Qwen2MoeConfig", "qwen3_moe": "Qwen3MoeConfig"},
-    **{"olmoe": "OlmoeConfig", "gpt_oss": "GptOssConfig"},
+    **{"olmoe": "OlmoeConfig", "gpt_oss": "GptOssConfig", "llama4_text": "Llama4TextConfig"},
 }
 _BASE_OPTIONS: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -222,10 +222,14 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         | {"original_max_position_embeddings": 512}
     }
     | {"num_hidden_layers": 3, "swiglu_limit": 0.9},
+    "llama4_text": {"head_dim": 32, "num_hidden_layers": 3, "moe_layers": [0, 2], "no_rope_layer_interval": 3}
+    | {"intermediate_size": 80, "intermediate_size_mlp": 160, "num_local_experts": 5, "attention_chunk_size": 256},
 }
 _FAMILY_GAINS: Mapping[str, Mapping[str, float]] = {
     "starcoder2": {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 1.2, "c_proj": 0.4},  # its MLP without a gate says one thing
     "gpt_oss": {"proj_bias": 5.0, "gate_up_proj": 2.2},  # of weights [experts, in, out]
+    # likewise; and what its norms of q and k take from attention, the rest gives
+    "llama4_text": {"o_proj": 2.5, "gate_up_proj": 4.0, "router": 2.0, "gate_proj": 1.5},
 }
 
 

@@ -11,8 +11,12 @@ that, and a file has of a layer, with E experts and rank r:
     A_e = A[e r : (e + 1) r]        B_e[o, i] = B[o, i E + e]        delta_e = scaling * B_e A_e
 
 Rows of gate_up_proj are those of the gate, then of up, or both take turns (gpt-oss): both have A_e, and each its rows
-of B_e. Where transformers has a parameter as [experts, in, out], its A and B are the same. A router's weight is a plain
-matrix, and so are its A and B.
+of B_e. Where transformers has a parameter as [experts, in, out] and says so to peft, its A and B are the same. Where it
+does not say so (Llama 4), peft takes `in` for the outputs, and a delta is that of the transpose:
+
+    lora_A.weight [E r, out],  lora_B.weight [in, r E]          A_e = B[:, e :: E]^T        B_e = A[e r : (e + 1) r]^T
+
+A router's weight is a plain matrix, and so are its A and B.
 """
 
 from __future__ import annotations
@@ -35,20 +39,23 @@ STACK_PARTS = ("lora_A.weight", "lora_B.weight")
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
     """What of a stack's A and B is one module's: expert `index` of `count`, rows first, first + step, ... of the
-    parameter's outputs, before `last`."""
+    parameter's outputs, before `last`. is_swapped: the stack's factors are those of the transpose."""
 
     index: int
     count: int
     first: int
     last: int
     step: int = 1
+    is_swapped: bool = False
 
     def of(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """lora_a [rank, in] and lora_b [rows, rank] as views of lora_a [count rank, in] and lora_b."""
         a, b = parts["lora_a"], parts["lora_b"]
         rank = len(a) // self.count
-        own_a = a[self.index * rank : (self.index + 1) * rank]
-        return {"lora_a": own_a, "lora_b": b[self.first : self.last : self.step, self.index :: self.count]}
+        own_a, own_b = a[self.index * rank : (self.index + 1) * rank], b[:, self.index :: self.count]
+        if self.is_swapped:
+            own_a, own_b = own_b.t(), own_a.t()
+        return {"lora_a": own_a, "lora_b": own_b[self.first : self.last : self.step]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,9 @@ class ExpertStack:
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Of its tensors in a file."""
-        shapes = (self.count * rank, self.in_features), (self.out_features, rank * self.count)
+        widths = self.in_features, self.out_features
+        of_a, of_b = reversed(widths) if self.modules[0][1].is_swapped else widths
+        shapes = (self.count * rank, of_a), (of_b, rank * self.count)
         return dict(zip(STACK_PARTS, shapes, strict=True))
 
 
@@ -92,9 +101,11 @@ class ExpertBase:
             (index, count), first = target.expert, 0
             outputs = sum(s.full_out_features for s in target.slices)
             for turn, s in enumerate(target.slices):
-                cut = ExpertCut(index, count, first, first + s.full_out_features)
+                rows = first, first + s.full_out_features
                 if target.takes_turns:
-                    cut = ExpertCut(index, count, turn, outputs, len(target.slices))
+                    rows = turn, outputs
+                step = len(target.slices) if target.takes_turns else 1
+                cut = ExpertCut(index, count, *rows, step, target.swaps_factors)
                 found.setdefault(target.parameter, []).append((s.module_name, cut))
                 first += s.full_out_features
             sizes[target.parameter] = target.full_in_features, outputs, count

@@ -41,13 +41,15 @@ class ClampedGate:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The experts of one layer. normalizes: the factors of a row's chosen ones are divided by their sum; clamp: of the
-    gate, None: it is silu(gate) * up."""
+    gate, None: it is silu(gate) * up. scales_inputs: a factor is the sigmoid of its logit (`normalizes` is not read),
+    and multiplies what the expert reads in place of what it says (Llama 4)."""
 
     gate_up: tuple[ExpertLinear, ...]
     down: tuple[ExpertLinear, ...]
     top_k: int
     normalizes: bool
     clamp: ClampedGate | None = None
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,18 @@ class ExpertLora:
     table: SlotTable
 
 
-def route(logits: torch.Tensor, top_k: int, normalizes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, top_k: int, normalizes: bool, scales_inputs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(experts int64, factors float32), each [T, top_k], of logits [T, experts].
 
-    factors = softmax(logits) of the chosen ones in float32, the largest first, of equal ones the first expert.
+    factors = softmax(logits) of the chosen ones in float32, the largest first, of equal ones the first expert;
+    scales_inputs: sigmoid(logits) of the same.
     """
     factors, chosen = torch.sort(logits.float().softmax(-1), dim=-1, descending=True, stable=True)
     factors, chosen = factors[:, :top_k], chosen[:, :top_k]
+    if scales_inputs:
+        return chosen, logits.float().gather(1, chosen).sigmoid()
     return chosen, factors / factors.sum(-1, keepdim=True) if normalizes else factors
 
 
@@ -106,17 +113,19 @@ def experts(
     ops: ProductOps, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None
 ) -> torch.Tensor:
     """`LayerOps.experts` of other operators: expert by expert, in ascending order."""
-    chosen, factors = route(logits, layer.top_k, layer.normalizes)
+    chosen, factors = route(logits, layer.top_k, layer.normalizes, layer.scales_inputs)
     y = torch.zeros_like(x)
     for expert, linears in enumerate(zip(layer.gate_up, layer.down, strict=True)):
         rows, places = torch.nonzero(chosen == expert, as_tuple=True)
         if len(rows) == 0:
             continue
         plan, part = None if lora is None else plan_of_rows(lora.plan, rows), x[rows]
+        own = factors[rows, places, None]
+        part = (part * own).to(x.dtype) if layer.scales_inputs else part
         for linear, activates in zip(linears, (True, False), strict=True):
             product = ops.linear(part, linear.weight, linear.bias)
             if lora is not None and plan is not None and plan.num_segments:
                 ops.add_lora(product, part, plan, lora.table, linear.first_row, linear.slices)
             part = _activated(ops, product, layer.clamp) if activates else product
-        y.index_add_(0, rows, (part * factors[rows, places, None]).to(y.dtype))
+        y.index_add_(0, rows, part if layer.scales_inputs else (part * own).to(y.dtype))
     return y

@@ -318,6 +318,17 @@ class RMSNorm:
         self.weight = tensors["weight"]
 
 
+class UnitNorm(RMSNorm):
+    """An RMS norm whose weight is 1: it is in no checkpoint, and no adapter has one."""
+
+    def __init__(self, name: str, size: int, eps: float, setup: LayerSetup, layer: int) -> None:
+        super().__init__(name, size, eps, setup, layer)
+        self.weight.fill_(1)
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        return iter(())
+
+
 class ParallelRMSNorm(RMSNorm):
     """An RMS norm over a width of which each rank has a part: y_i = weight_i * (x_i / sqrt(m + eps)), where m is the
     sum of all ranks' x_i^2 over the number of their entries.

@@ -2,7 +2,8 @@
 
     y = sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x))  [+ sigmoid(g(x)) * shared(x)]
 
-A family may have biases in the router and the experts, and another gate (kernels/experts.py's ClampedGate).
+A family may have biases in the router and the experts, and another gate (kernels/experts.py's ClampedGate); factors
+that multiply what experts read; and a shared expert without a factor.
 
 p are the softmax of the router's logits in float32 (kernels/experts.py). Each expert is two linears of its own, with
 the names of the checkpoint: weights, quantisation, shares of ranks and adapters are those of any linear. The products
@@ -31,6 +32,7 @@ Linear = ParallelLinear | BaseLayerWithLoRA
 class ExpertSizes:
     """Of one layer. normalizes: the factors of the chosen experts are divided by their sum. shared_size: of the shared
     expert; 0: there is none. has_bias: router and experts have biases. clamp: of experts' gates; None: they are SiLU's.
+    scales_inputs: as kernels/experts.py's Experts has it.
     """
 
     num_experts: int
@@ -40,14 +42,17 @@ class ExpertSizes:
     shared_size: int = 0
     has_bias: bool = False
     clamp: ClampedGate | None = None
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """In the checkpoint, below a layer: the block, and in it an expert's gate, up and down, and the router.
+    """In the checkpoint, below a layer: the block, and in it an expert's gate, up and down, the router, and the gate of
+    the shared expert ("": it has none).
 
     parameters: the block in which transformers keeps all experts in one tensor each. is_transposed: these are
-    [experts, in, out], and outputs of gate and up take turns.
+    [experts, in, out]. takes_turns: outputs of gate and up take turns in it. swaps_factors: peft takes it for [experts,
+    out, in] all the same, as LoraTarget has it.
     """
 
     block: str = "mlp"
@@ -55,6 +60,9 @@ class ExpertNames:
     router: str = "gate"
     parameters: str = "mlp"
     is_transposed: bool = False
+    takes_turns: bool = False
+    swaps_factors: bool = False
+    shared_gate: str = "shared_expert_gate"
 
 
 class SharedExpert(Protocol):
@@ -108,14 +116,15 @@ class SparseMLP:
                     linear.target,
                     expert=(index, sizes.num_experts),
                     parameter=parameter,
-                    takes_turns=names.is_transposed,
+                    takes_turns=names.takes_turns,
+                    swaps_factors=names.swaps_factors,
                 )
                 into.append(linears.add(linear))
         self.shared = shared
         self.shared_gate: Linear | None = None
-        if shared is not None:
+        if shared is not None and names.shared_gate:
             self.shared_gate = linears.add(
-                ReplicatedLinear(f"{block}.shared_expert_gate", layer, hidden_size, 1, False, setup)
+                ReplicatedLinear(f"{block}.{names.shared_gate}", layer, hidden_size, 1, False, setup)
             )
 
     def forward(self, x: Tensor, lora: LoraPlan | None) -> Tensor:
@@ -124,6 +133,8 @@ class SparseMLP:
         y = self.ops.experts(x, logits, self._experts(), self._adapters(lora))
         if self.shared is not None and self.shared_gate is not None:
             y = self.ops.add_gated(y, self.shared.partial(x, lora), self.shared_gate.forward(x, lora))
+        elif self.shared is not None:
+            y = self.ops.add_scaled(self.shared.partial(x, lora), y, 1.0)
         return self.ops.sum_ranks(y, self.ranks)
 
     def bare(self, bare_block: Callable[[Any], Any], replaced: Callable[[Any], Any]) -> SparseMLP:
@@ -137,7 +148,8 @@ class SparseMLP:
 
     def _experts(self) -> Experts:
         gate_up, down = (tuple(map(_expert_linear, linears)) for linears in (self.gate_up, self.down))
-        return Experts(gate_up, down, self.sizes.top_k, self.sizes.normalizes, self.sizes.clamp)
+        sizes = self.sizes
+        return Experts(gate_up, down, sizes.top_k, sizes.normalizes, sizes.clamp, sizes.scales_inputs)
 
     def _adapters(self, lora: LoraPlan | None) -> ExpertLora | None:
         if lora is None or not lora.num_segments:

@@ -8,7 +8,7 @@ flags) are skipped.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from loraplex.config import DTYPES
 from loraplex.core import LongContexts
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.experts import ClampedGate
-from loraplex.layers.common import ROPE_RULES, RopeParameters
+from loraplex.layers.common import ROPE_RULES, RopeParameters, rope_attention_factor
 from loraplex.layers.moe import ExpertSizes
 from loraplex.models.checkpoints.expert_stacks import MAX_EXPERTS
 from loraplex.models.checkpoints.forms import form_of
@@ -109,7 +109,8 @@ class ModelConfig:
     None for no positions. activation: "silu", "gelu" or "gelu_tanh". Scores of attention are multiplied by
     `attention_scale`, logits by `logit_scale`; then a soft cap c makes c tanh(s / c) of them, None for none. What a
     block adds to the residual is multiplied by `residual_scale`, rows of the embedding by `embedding_scale`.
-    experts[i]: of layer i, None where it has an MLP; () for a family without.
+    experts[i]: of layer i, None where it has an MLP; () for a family without. qk_norm: as the family's. span: where
+    sequences end for another reason than positions, in tokens; None: there is none.
     `dtype` is the checkpoint's, "" when config.json does not say. `form`: of its weights; None: plain floats.
     """
 
@@ -139,6 +140,8 @@ class ModelConfig:
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     experts: tuple[ExpertSizes | None, ...] = ()
+    qk_norm: str = ""
+    span: int | None = None
     dtype: str = ""
     form: Form | None = None
 
@@ -153,12 +156,16 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence in tokens that the rotary embedding is made for.
+        """The longest sequence in tokens that the rotary embedding is made for, within `span`.
 
         yarn and linear scaling stretch the context of the pretraining by `factor`; llama3's `max_position_embeddings`
         is stretched already, and so is that of a family with two rotary embeddings. longrope has other frequencies
         beyond the pretraining's context, for all of a sequence (docs/models.md): it ends there.
         """
+        return self._num_positions if self.span is None else min(self.span, self._num_positions)
+
+    @property
+    def _num_positions(self) -> int:
         if self.rope.rope_type == "longrope":
             return min(self.max_position_embeddings, self.rope.original_max_position_embeddings)
         if len(self.ropes) > 1:
@@ -173,6 +180,7 @@ class ModelConfig:
     def long_contexts(self, scaling_factors: tuple[float, ...]) -> LongContexts:
         """What adapters with these factors may make of its positions."""
         rope_type = self.rope.rope_type if len(self.ropes) == 1 else "two bases"
+        rope_type = rope_type if self.span is None else "beside attention in chunks"
         return LongContexts(rope_type, self.max_position_embeddings, self._own_factor, scaling_factors)
 
     @property
@@ -262,6 +270,8 @@ class _Reader:
             residual_scale=self._multiplier("residual_multiplier"),
             embedding_scale=self._embedding_scale(hidden_size),
             experts=self._experts(num_layers),
+            qk_norm=self._qk_norm(ropes),
+            span=self._span(),
             dtype=str(self.values.get("dtype") or self.values.get("torch_dtype") or ""),
             form=self._form(),
         )
@@ -393,16 +403,41 @@ class _Reader:
         clamp = ClampedGate(*(self.number(self.values, key) for key in keys.clamp)) if keys.clamp else None
         sizes = ExpertSizes(
             *(num_experts, top_k, self.size(keys.inner_size), self.flag(keys.normalizes), shared),
-            *(keys.has_bias, clamp),
+            *(keys.has_bias, clamp, keys.scales_inputs),
         )
-        if not keys.skips_layers:
-            return (sizes,) * num_layers
-        without, every = self.values["mlp_only_layers"] or (), self.size("decoder_sparse_step")
-        if not isinstance(without, list | tuple):
-            raise self.refuse(f"mlp_only_layers must be a list of layers, got {without!r}")
-        return tuple(
-            sizes if layer not in without and (layer + 1) % every == 0 else None for layer in range(num_layers)
-        )
+        flags = self._expert_flags(keys.layers, num_layers) if keys.layers else [True] * num_layers
+        return tuple(sizes if has_experts else None for has_experts in flags)
+
+    def _expert_flags(self, key: str, num_layers: int) -> list[bool]:
+        """Which layers have experts, by `ExpertKeys.layers`."""
+        listed, is_without = self.values[key], key == "mlp_only_layers"
+        if listed is not None and not isinstance(listed, list | tuple):
+            raise self.refuse(f"{key} must be a list of layers, got {listed!r}")
+        if listed is not None and not is_without:
+            return [layer in listed for layer in range(num_layers)]
+        every = self.size("decoder_sparse_step" if is_without else "interleave_moe_layer_step")
+        return [(layer + 1) % every == 0 and layer not in (listed or ()) for layer in range(num_layers)]
+
+    def _qk_norm(self, ropes: Sequence[RopeParameters]) -> str:
+        kind = self.family.qk_norm
+        if kind != "unit":
+            return kind
+        if not self.flag("use_qk_norm"):
+            return ""
+        for rope in ropes:  # the norm is behind the rotation, whose factor it would undo; here it is before
+            if rope_attention_factor(rope) != 1:
+                text = f"rope_type {rope.rope_type!r} with a factor of cos and sin is not supported beside use_qk_norm"
+                raise self.refuse(text)
+        return kind
+
+    def _span(self) -> int | None:
+        """Up to it Llama 4's attention is causal in all layers: a chunk ends there, or the factor of queries of layers
+        without positions, 1 + attn_scale log(1 + floor((position + 1) / floor_scale)), becomes more than 1."""
+        if self.family.layer_rule != "chunks":
+            return None
+        is_tuned = bool(self.values["attn_temperature_tuning"])  # older files have a number
+        chunk = self.size("attention_chunk_size")
+        return min(chunk, self.size("floor_scale")) if is_tuned else chunk
 
     def _check_heads(self, num_heads: int, num_kv_heads: int, rotary_dim: int) -> None:
         if num_heads % num_kv_heads:
@@ -438,11 +473,13 @@ class _Reader:
             return by_default
         if not isinstance(given, list | tuple):
             raise self.refuse(f"layer_types must be a list, got {given!r}")
+        if self.family.layer_rule == "chunks":
+            given = ["full_attention" if kind == "chunked_attention" else kind for kind in given]
         if len(given) != len(by_default):
             raise self.refuse(f"layer_types has {len(given)} entries for {len(by_default)} layers")
         if unknown := sorted({str(kind) for kind in given} - {"full_attention", "sliding_attention"}):
             raise self.refuse(f"layer_types {unknown} are not supported; only full_attention and sliding_attention")
-        if self.family.layer_rule in ("none", "all") and tuple(given) != by_default:
+        if self.family.layer_rule in ("none", "all", "chunks") and tuple(given) != by_default:
             raise self.refuse(f"layer_types is not supported for model_type {self.model_type!r}; remove it")
         return tuple(given)
 
@@ -462,7 +499,7 @@ class _Reader:
     def _rope_flags(self, num_layers: int) -> list[bool]:
         """`no_rope_layers`, which has a 1 where there are positions."""
         given = self.values.get("no_rope_layers")
-        if given is None:
+        if given is None or given == []:
             interval = self.size("no_rope_layer_interval")
             return [(layer + 1) % interval != 0 for layer in range(num_layers)]
         if not isinstance(given, list) or len(given) < num_layers or not {*given} <= {0, 1}:

@@ -40,6 +40,7 @@ from loraplex.layers.common import (
     RMSNorm,
     Rope,
     RotaryEmbedding,
+    UnitNorm,
     WeightedLayer,
     WeightPart,
 )
@@ -115,15 +116,11 @@ class SelfAttention:
         full_heads = num_heads, config.num_key_value_heads
         kv_heads = kv_heads_of_shard(config.num_key_value_heads, setup.shard)
         self.head_counts = [num_heads // setup.shard.size, kv_heads, kv_heads]
-        self.is_norm_of_width = config.family.qk_norm == "width"
-        self.q_norm: Norm | None = None
-        self.k_norm: Norm | None = None
-        if config.family.qk_norm:
-            q_norm, k_norm = (
-                _qk_norm(f"{name}.{each}_norm", full, here, layer, config, setup)
-                for each, full, here in zip("qk", full_heads, self.head_counts, strict=False)
-            )
-            self.q_norm, self.k_norm = linears.add_norm(q_norm), linears.add_norm(k_norm)
+        self.is_norm_of_width = config.qk_norm == "width"
+        self.q_norm, self.k_norm = (
+            _qk_norm(f"{name}.{each}_norm", full, here, layer, config, setup, linears)
+            for each, full, here in zip("qk", full_heads, self.head_counts, strict=False)
+        )
         sinks = AttentionSinks(f"{name}.sinks", num_heads, setup) if config.family.has_sinks else None
         linears.sinks += [] if sinks is None else [sinks]
         self.attention = Attention(
@@ -181,12 +178,20 @@ def _norm(name: str, size: int, layer: int, config: ModelConfig, setup: LayerSet
     return RMSNorm(name, size, eps, setup, layer, family.norm_offset)
 
 
-def _qk_norm(name: str, num_heads: int, here: int, layer: int, config: ModelConfig, setup: LayerSetup) -> RMSNorm:
-    """Over each head, or over all of them, of which this rank has some."""
-    head_dim = config.head_dim
-    if config.family.qk_norm == "head" or setup.shard.size == 1:
-        return _norm(name, head_dim if config.family.qk_norm == "head" else num_heads * head_dim, layer, config, setup)
-    return ParallelRMSNorm(name, num_heads * head_dim, here * head_dim, config.rms_norm_eps, setup, layer)
+def _qk_norm(
+    name: str, num_heads: int, here: int, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears
+) -> Norm | None:
+    """Over each head, or over all of them, of which this rank has some. A norm of 1 stands behind the rotation in
+    transformers, which keeps a head's length: before it, it is the same."""
+    head_dim, kind, eps = config.head_dim, config.qk_norm, config.rms_norm_eps
+    if not kind or (kind == "unit" and config.layer_ropes[layer] is None):
+        return None
+    if kind == "unit":
+        return UnitNorm(name, head_dim, eps, setup, layer)
+    if kind == "head" or setup.shard.size == 1:
+        size = head_dim if kind == "head" else num_heads * head_dim
+        return linears.add_norm(_norm(name, size, layer, config, setup))
+    return linears.add_norm(ParallelRMSNorm(name, num_heads * head_dim, here * head_dim, eps, setup, layer))
 
 
 class MLP:
@@ -223,9 +228,10 @@ class MLP:
 
 def _mlp(name: str, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> MLP | SparseMLP:
     sizes, keys = config.experts[layer] if config.experts else None, config.family.experts
+    block = f"{name}.{keys.names.block if keys else 'mlp'}"
     if sizes is None or keys is None:
-        return MLP(f"{name}.mlp", layer, config.intermediate_size, config, setup, linears)
-    shared = f"{name}.{keys.names.block}.shared_expert", layer, sizes.shared_size, config, setup, linears
+        return MLP(block, layer, config.intermediate_size, config, setup, linears)
+    shared = f"{block}.shared_expert", layer, sizes.shared_size, config, setup, linears
     return SparseMLP(
         name, layer, config.hidden_size, sizes, keys.names, setup, linears, MLP(*shared) if sizes.shared_size else None
     )
@@ -533,14 +539,8 @@ class Decoder:
         """Each kernel beside its fallback, on this model's shapes. dtype: of the weights."""
         config = self.config
         shapes = KernelShapes(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.vocab_size,
-            dtype,
-            device,
+            *(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads),
+            *(config.head_dim, config.vocab_size, dtype, device),
             block_size=block_size,
         )
         return measure_speedups(self._ops, shapes)

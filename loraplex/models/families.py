@@ -27,18 +27,20 @@ class ExpertKeys:
     """Of a mixture of experts in place of MLPs: names in the checkpoint, and the keys of config.json.
 
     normalizes: the key of whether the chosen experts' factors are divided by their sum, or that they are. shared_size:
-    the key of the shared expert's; "" where there is none. skips_layers: whether `mlp_only_layers` and
-    `decoder_sparse_step` leave layers with an MLP. has_bias: router and experts have biases. clamp: the keys of limit
-    and alpha of a clamped gate, () where it is SiLU's.
+    the key of the shared expert's; "" where there is none. layers: the key that names layers, "" where all have them.
+    "mlp_only_layers" have an MLP, and so have those that `decoder_sparse_step` leaves out; "moe_layers" are those with
+    experts, each `interleave_moe_layer_step`-th where it is null. has_bias: router and experts have biases. clamp: the
+    keys of limit and alpha of a clamped gate, () where it is SiLU's. scales_inputs: as ExpertSizes has it.
     """
 
     names: ExpertNames = field(default_factory=ExpertNames)
     inner_size: str = "moe_intermediate_size"
     normalizes: bool | str = "norm_topk_prob"
     shared_size: str = ""
-    skips_layers: bool = True
+    layers: str = "mlp_only_layers"
     has_bias: bool = False
     clamp: tuple[str, str] | tuple[()] = ()
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,13 @@ class Family:
     change the mathematics here, and are refused where a family does not have them (`config.NEUTRAL_VALUES`).
 
     norm: "rms" or "layer" (of x - mean(x), with a bias where `norm_bias` says so); norm_offset: what a norm's weight is
-    stored less. qk_norm: "" (none), "head" (over each head) or "width" (over all heads at once).
+    stored less. qk_norm: "" (none), "head" (over each head), "width" (over all heads at once), or "unit" (over each
+    head without a weight, in layers with positions, where `use_qk_norm` says so).
 
     layer_rule: which layers have the sliding window. "none"; "all"; "upper" (Qwen: `use_sliding_window`, the layers
     from `max_window_layers` on); "pattern" (all but each `sliding_window_pattern`-th); "no_rope" (SmolLM3:
     `use_sliding_window`, the layers without positions). From "upper" on, `layer_types` of the file is honoured.
+    "chunks" (Llama 4): none, and sequences end where chunks of attention, or a temperature, would make a difference.
 
     rope_rule: which layers have rotary positions. "all"; "types" (Gemma 3: layers with a window and those without have
     a base each); "sliding" (those with a window); "no_rope" (those that `no_rope_layers` has a 1 for). rope_names:
@@ -112,10 +116,12 @@ class Family:
                 "one a layer": self.is_parallel,
                 "q and k": self.qk_norm == "head",
                 "all q, all k": self.qk_norm == "width",
+                "unit q, k": self.qk_norm == "unit",
             },
             {
                 "window": self.layer_rule in ("all", "upper"),
                 "windows": self.layer_rule in ("pattern", "no_rope"),
+                "chunk": self.layer_rule == "chunks",
                 "soft cap": "attn_logit_softcapping" in self.honoured,
                 "sinks": self.has_sinks,
                 "scale": not {"query_pre_attn_scalar", "attention_multiplier"}.isdisjoint(self.honoured),
@@ -133,6 +139,7 @@ class Family:
                 "experts": self.experts is not None and not self.experts.clamp,
                 "clamped experts": self.experts is not None and bool(self.experts.clamp),
                 "shared expert": self.experts is not None and bool(self.experts.shared_size),
+                "scaled inputs": self.experts is not None and self.experts.scales_inputs,
                 "scaled embedding": self.scales_embedding or "embedding_multiplier" in self.honoured,
                 "scaled residual": "residual_multiplier" in self.honoured,
                 "scaled logits": not {"logit_scale", "logits_scaling"}.isdisjoint(self.honoured),
@@ -181,6 +188,42 @@ FAMILIES: dict[str, Family] = {
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
         defaults={"max_position_embeddings": 2048},
+    ),
+    "llama4_text": Family(
+        architecture="Llama4ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="unit",
+        layer_rule="chunks",
+        rope_rule="no_rope",
+        is_rope_interleaved=True,
+        experts=ExpertKeys(
+            names=ExpertNames(
+                "feed_forward",
+                router="router",
+                parameters="feed_forward",
+                is_transposed=True,
+                swaps_factors=True,
+                shared_gate="",
+            ),
+            normalizes=True,
+            shared_size="moe_intermediate_size",
+            layers="moe_layers",
+            scales_inputs=True,
+        ),
+        renamed={"intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size"},
+        honoured=_EXPERT_COUNTS,
+        defaults={
+            **{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384},
+            **{"num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128},
+            **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "use_qk_norm": True},
+            **{"num_local_experts": 16, "num_experts_per_tok": 1, "moe_layers": None, "interleave_moe_layer_step": 1},
+            **{"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
+            "attn_temperature_tuning": True,
+        },
+        text_of="llama4",
+        text_prefixes={"language_model.": ""},
+        other_weights=("vision_model.", "multi_modal_projector."),
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
@@ -334,7 +377,7 @@ FAMILIES: dict[str, Family] = {
             names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
             inner_size="intermediate_size",
             normalizes=True,
-            skips_layers=False,
+            layers="",
         ),
         honoured=_EXPERT_COUNTS,
         defaults={
@@ -370,7 +413,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm="width",
-        experts=ExpertKeys(inner_size="intermediate_size", skips_layers=False),
+        experts=ExpertKeys(inner_size="intermediate_size", layers=""),
         honoured=_EXPERT_COUNTS,
         defaults={
             **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False},
@@ -384,10 +427,10 @@ FAMILIES: dict[str, Family] = {
         layer_rule="pattern",
         has_sinks=True,
         experts=ExpertKeys(
-            names=ExpertNames(router="router", is_transposed=True),
+            names=ExpertNames(router="router", is_transposed=True, takes_turns=True),
             inner_size="intermediate_size",
             normalizes=True,
-            skips_layers=False,
+            layers="",
             has_bias=True,
             clamp=("swiglu_limit", "swiglu_alpha"),
         ),
@@ -406,7 +449,6 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 NOT_SERVED: Mapping[str, str] = {
-    "llama4": "its layers have experts, attention in chunks, and a norm of q and k without weights behind the rotation",
     "gemma": "its activation depends on the version that wrote it; Gemma 2 and 3 are served",
     "cohere": "its norms of q and k have a weight for each head; Cohere 2 is served",
 }

@@ -42,6 +42,7 @@ def targets_of(model_type: str, **options: Any) -> tuple[LoraTarget, ...]:
 
 QWEN = {"moe_intermediate_size": INNER, "shared_expert_intermediate_size": 40}
 FAMILIES = {"mixtral": {}, "olmoe": {"num_key_value_heads": 2}, "qwen2_moe": QWEN, "qwen3_moe": QWEN, "gpt_oss": {}}
+LLAMA4 = {"num_local_experts": NUM_EXPERTS, "head_dim": 16, "intermediate_size_mlp": 40}
 
 
 def pair(module: str, num_in: int, num_out: int, rank: int = RANK, seed: int = 0) -> Tensors:
@@ -79,7 +80,7 @@ def read(path: Path, tensors: Tensors, model_type: str = "qwen3_moe", **fields: 
     save_file(tensors, path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": [], **fields}
     (path / "adapter_config.json").write_text(json.dumps(config))
-    options: Mapping[str, Any] = FAMILIES.get(model_type, {})
+    options: Mapping[str, Any] = LLAMA4 if model_type == "llama4_text" else FAMILIES.get(model_type, {})
     reader = CheckedReader(targets_of(model_type, **options), LoRAConfig())
     return reader.read(path, PEFTHelper.from_local_dir(path))
 
@@ -117,6 +118,28 @@ def test_a_stack_is_what_peft_makes_of_it(tmp_path: Path, family: str) -> None:
                 torch.testing.assert_close(both, wanted[expert])  # of gpt-oss, gate and up take turns
     assert {layer.rank for layer in model} == {RANK}
     assert len(model.layers) == 2 * NUM_EXPERTS * 3
+
+
+def test_factors_of_llama_4_are_those_of_the_transpose(tmp_path: Path) -> None:
+    """peft takes its [experts, in, out] for [experts, out, in]."""
+    tensors: Tensors = {}
+    for layer in range(2):
+        name = f"model.layers.{layer}.feed_forward.experts"
+        tensors |= pair(f"{name}.base_layer", 2 * INNER, HIDDEN, RANK * NUM_EXPERTS, seed=layer)
+        tensors |= pair(name, HIDDEN, INNER, RANK * NUM_EXPERTS, seed=10 + layer)
+    model = read(tmp_path, tensors, "llama4_text", target_parameters=BOTH)
+    for layer in range(2):
+        for inner, leaves in ((".base_layer", ("gate_proj", "up_proj")), ("", ("down_proj",))):
+            name = f"base_model.model.model.layers.{layer}.feed_forward.experts{inner}"
+            a, b = (tensors[f"{name}.lora_{part}.weight"] for part in "AB")
+            a, b = a.reshape(NUM_EXPERTS, -1, a.shape[1]), b.reshape(len(b), -1, NUM_EXPERTS)
+            wanted = torch.einsum("o r e, e r i -> e o i", b, a) * 2
+            for expert in range(NUM_EXPERTS):
+                block = f"model.layers.{layer}.feed_forward.experts.{expert}"
+                both = torch.cat([delta(model, f"{block}.{leaf}") for leaf in leaves])
+                torch.testing.assert_close(both, wanted[expert].t())
+    wrong = {name: tensor.t().contiguous() for name, tensor in tensors.items()}
+    assert "has shape" in refused(tmp_path / "wrong", wrong, "llama4_text", target_parameters=BOTH)
 
 
 def test_one_parameter_alone_is_not_wrapped(tmp_path: Path) -> None:

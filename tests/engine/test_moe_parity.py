@@ -35,7 +35,7 @@ from tests.engine.test_parity import (
 from tests.fixtures import MOE_FAMILIES, NUM_TOKENS, ModelZoo, some_of
 
 BACKENDS = ("native", "torch")
-NOT_CONVERTED = ("qwen2_moe", "gpt_oss")
+NOT_CONVERTED = ("qwen2_moe", "gpt_oss", "llama4_text")
 """Families whose older files peft does not read, or of which there are none."""
 PARAMETERS: Mapping[str, Mapping[str, Any]] = {
     "attention": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
@@ -90,19 +90,19 @@ def as_parameters(path: Path, older: Path, base: Path) -> Path:
         for part, leaves in ((".base_layer", ("gate_proj", "up_proj")), ("", ("down_proj",))):
             if sizes is None:
                 continue
-            block, pairs = f"base_model.model.model.layers.{layer}.mlp.experts", []
+            block, pairs = f"base_model.model.model.layers.{layer}.{of_expert.names.parameters}.experts", []
             for expert in range(sizes.num_experts):
                 names = [f"{block}.{expert}.{leaf}.lora_" for leaf in leaves]
                 a = torch.cat([tensors[f"{name}A.weight"] for name in names])
                 b = torch.block_diag(*(tensors[f"{name}B.weight"] for name in names))
-                if of_expert.names.is_transposed:  # outputs of gate and up take turns
+                if of_expert.names.takes_turns:  # outputs of gate and up take turns
                     b = b.unflatten(0, (len(leaves), -1)).transpose(0, 1).flatten(0, 1)
-                pairs.append((a, b))
+                pairs.append((b.t(), a.t()) if of_expert.names.swaps_factors else (a, b))
             kept[f"{block}{part}.lora_A.weight"] = torch.cat([a for a, _ in pairs])
             kept[f"{block}{part}.lora_B.weight"] = torch.stack([b for _, b in pairs], dim=2).flatten(1).contiguous()
     parameters, router = ["experts.gate_up_proj", "experts.down_proj"], of_expert.names.router
     if router in fields["target_modules"]:
-        parameters.append(f"mlp.{router}.weight")
+        parameters.append(f"{of_expert.names.parameters}.{router}.weight")
     fields["target_modules"] = [name for name in fields["target_modules"] if name != router]
     fields |= {"target_parameters": parameters, "rank_pattern": {"experts.gate_up_proj": 2 * rank}}
     fields["alpha_pattern"] = {"experts.gate_up_proj": 2 * fields["lora_alpha"]}
@@ -117,10 +117,12 @@ def adapters(zoo: ModelZoo, base: Path, root: Path) -> Iterator[tuple[str, Path]
 
     of_expert = ModelConfig.from_dir(base).family.experts
     assert of_expert is not None
-    router = of_expert.names.router
+    router, block = of_expert.names.router, of_expert.names.parameters
     for field, options in PARAMETERS.items():
         parameters = [each.replace("mlp.gate.", f"mlp.{router}.") for each in options.get("target_parameters", ())]
-        named = {**options, "target_parameters": parameters or None}
+        parameters = [each.replace("mlp.", f"{block}.") for each in parameters]
+        ranks = {each.replace("mlp", block): rank for each, rank in options.get("rank_pattern", {}).items()}
+        named = {**options, "target_parameters": parameters or None, "rank_pattern": ranks}
         yield field, zoo.adapter(base, peft.LoraConfig(**named, task_type="CAUSAL_LM"))
     yield "modules", write_older(root / "modules", base, ("q_proj", *of_expert.names.modules), 31)
     yield "modules and router", write_older(root / "router", base, (router, *of_expert.names.modules), 32)

@@ -93,7 +93,8 @@ def test_values_are_those_of_transformers(family: str, keys: Mapping[str, Any], 
     same = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     same += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
     for name in same:
-        assert getattr(got, name) == getattr(want, name), name
+        theirs = FAMILIES[family].renamed.get(name, name)
+        assert getattr(got, name) == getattr(want, theirs), name
     assert got.rms_norm_eps == getattr(want, FAMILIES[family].renamed.get("rms_norm_eps", "rms_norm_eps"))
     assert got.head_dim == (getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads)
     assert got.sliding_windows == transformers_windows(want)
@@ -156,7 +157,7 @@ def assert_numbers_are_those_of(want: Any, got: ModelConfig) -> None:
     assert got.residual_scale == getattr(want, "residual_multiplier", 1)
     root = want.hidden_size**0.5 if "gemma" in want.model_type else 1
     assert got.embedding_scale == pytest.approx(getattr(want, "embedding_multiplier", root))
-    if want.model_type == "smollm3":
+    if want.model_type in ("smollm3", "llama4_text"):
         assert got.layer_ropes == tuple(0 if flag else None for flag in want.no_rope_layers[: want.num_hidden_layers])
     activation = getattr(want, "hidden_activation", None) or want.hidden_act
     assert got.activation == {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(activation, activation)
@@ -170,6 +171,25 @@ def test_gates_of_gpt_oss_are_clamped_as_its_file_says() -> None:
         assert sizes.clamp == ClampedGate(limit=want.swiglu_limit, alpha=want.swiglu_alpha) == ClampedGate(5.0, 1.702)
     rope = read("gpt_oss").rope
     assert (rope.rope_type, rope.rope_theta, rope.factor, rope.truncate) == ("yarn", 150000.0, 32.0, False)
+
+
+LLAMA4: list[Mapping[str, Any]] = [
+    {},
+    {"interleave_moe_layer_step": 2, "num_local_experts": 128, "use_qk_norm": False},
+    {"moe_layers": [0, 3], "num_experts_per_tok": 2, "no_rope_layer_interval": 2},
+    {"moe_layers": [], "no_rope_layers": []},
+]
+
+
+@pytest.mark.parametrize("keys", LLAMA4)
+def test_layers_of_llama_4_are_those_of_transformers(keys: Mapping[str, Any]) -> None:
+    got, want = read("llama4_text", **keys), transformers_config("llama4_text", keys)
+    assert [layer for layer, sizes in enumerate(got.experts) if sizes is not None] == want.moe_layers
+    for sizes in filter(None, got.experts):
+        assert (sizes.num_experts, sizes.top_k) == (want.num_local_experts, want.num_experts_per_tok)
+        assert sizes.inner_size == sizes.shared_size == want.intermediate_size
+        assert sizes.scales_inputs
+    assert got.qk_norm == ("unit" if want.use_qk_norm else "")
 
 
 def test_old_and_new_rope_keys_mean_the_same() -> None:
@@ -196,6 +216,11 @@ def test_an_outer_pretraining_context_wins() -> None:
         ({"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, 2048),
         ({"model_type": "phi3", "rope_scaling": {**LONGROPE, "short_factor": [1] * 8, "long_factor": [2] * 8}}, 4096),
         ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131072),
+        ({"model_type": "llama4_text"}, 8192),
+        ({"model_type": "llama4_text", "attention_chunk_size": 16384, "attn_temperature_tuning": 4}, 8192),
+        ({"model_type": "llama4_text", "attention_chunk_size": 16384, "attn_temperature_tuning": False}, 16384),
+        ({"model_type": "llama4_text", "attention_chunk_size": 512}, 512),
+        ({"model_type": "llama4_text", "max_position_embeddings": 256}, 256),
     ],
 )
 def test_max_model_len(keys: Mapping[str, Any], max_model_len: int) -> None:
@@ -227,8 +252,16 @@ def test_the_architecture_alone_tells_the_family() -> None:
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are cohere2, gemma2, gemma3"),
-    ({"model_type": "llama4"}, r"'llama4' is not supported \(its layers have experts.*\); supported are cohere2"),
-    ({"model_type": "llama4_text"}, "its layers have experts"),
+    ({"model_type": "gemma"}, r"'gemma' is not supported \(its activation depends.*\); supported are cohere2"),
+    ({"model_type": "cohere_text"}, "its norms of q and k"),
+    ({"model_type": "llama4_text", "attention_chunk_size": None}, "has no attention_chunk_size"),
+    ({"model_type": "llama4_text", "moe_layers": 2}, "moe_layers must be a list of layers, got 2"),
+    ({"model_type": "llama4_text", "layer_types": ["sliding_attention"] * 4}, "layer_types is not supported"),
+    ({"model_type": "llama4_text", "layer_types": ["chunked_attention"]}, "1 entries for 4 layers"),
+    (
+        {"model_type": "llama4_text", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_type 'yarn' with a factor of cos and sin is not supported beside use_qk_norm",
+    ),
     ({"model_type": None}, "model_type None"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
     ({"architectures": ["MistralForCausalLM"]}, "it has to be LlamaForCausalLM"),
@@ -317,9 +350,10 @@ ODD_KEYS = (
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "gemma3_text", "glm4", "phi3", "smollm3", "qwen3_moe", "cohere2", "gpt_oss"]
+    "family",
+    ["llama", "qwen2", "gemma3_text", "glm4", "phi3", "smollm3", "qwen3_moe", "cohere2", "gpt_oss", "llama4_text"],
 )
-@pytest.mark.parametrize("key", [*ODD_KEYS, "swiglu_limit"])
+@pytest.mark.parametrize("key", [*ODD_KEYS, "swiglu_limit", "moe_layers", "attention_chunk_size", "floor_scale"])
 def test_values_of_odd_types_are_refused_by_name(family: str, key: str) -> None:
     """Or have no effect; no other error comes out."""
     for value in ODD:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 
 from loraplex.errors import ModelConfigError
@@ -12,13 +13,14 @@ from loraplex.models.config import ModelConfig
 from loraplex.models.shares import check_shares
 from tests.engine.test_moe_parity import NOT_CONVERTED, adapters
 from tests.fixtures import ModelZoo
+from tests.models.checkpoints.test_gpt_oss_files import make_mxfp4
 from tests.ranks.engines import LORA, check, load, opened
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 
 NUM_TOKENS = 24
 CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "block_size": 16}
-FAMILIES = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss")
+FAMILIES = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "llama4_text")
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
@@ -31,6 +33,29 @@ def test_experts_over_two_ranks(zoo: ModelZoo, tmp_path: Path, family: str, is_f
     cases = [(None, zoo.fit_case(base, length=40, num_tokens=NUM_TOKENS))]
     cases += [(name, zoo.fit_case(base, path, length=12, num_tokens=NUM_TOKENS)) for name, path in paths.items()]
     with opened(base, 2, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
+        load(driver, paths)
+        check(driver, cases, NUM_TOKENS)
+        hits = driver.stats.num_prefix_hit_tokens
+        check(driver, cases, NUM_TOKENS)
+        assert driver.stats.num_prefix_hit_tokens > hits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner", "num_kept"), [("float32", 160, 0), ("bfloat16", 192, 30), ("bfloat16", 160, 15)]
+)
+def test_mxfp4_over_two_ranks(zoo: ModelZoo, tmp_path: Path, dtype: str, inner: int, num_kept: int) -> None:
+    """In 16 bits experts are kept in int8 in groups of 32, but for down_proj where a rank's share ends in a group."""
+    made = make_mxfp4(zoo.base("gpt_oss", dtype=dtype, options={"intermediate_size": inner}), tmp_path)
+    parameters = ["mlp.router.weight", "experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], target_parameters=parameters, task_type="CAUSAL_LM"
+    )
+    paths = {"LoRA": zoo.adapter(made.plain, config, dtype=dtype)}
+    names = (None, "LoRA")
+    cases = [(name, zoo.fit_case(made.plain, paths.get(name or ""), num_tokens=NUM_TOKENS)) for name in names]
+    with opened(made.quantized, 2, dtype=dtype, kv_cache_dtype="float32", **CHUNKS) as driver:
+        kept = f"kept as {num_kept} linears in int8 in groups of 32" if num_kept else "kept as 39 linears in float32"
+        assert f"MXFP4 checkpoint, {kept}" in driver.engine.info.form
         load(driver, paths)
         check(driver, cases, NUM_TOKENS)
         hits = driver.stats.num_prefix_hit_tokens

@@ -28,6 +28,7 @@ class ExpertsCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("experts", "top_k", "hidden", "inner")),
         *((name, ctypes.c_int32) for name in ("normalizes", "threads")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
+        *((name, ctypes.c_int32) for name in ("scales_inputs", "unused")),
     )
 
 
@@ -58,6 +59,7 @@ def experts_call(layer: Experts, table: SlotTable | None, num_threads: int) -> E
         *(len(layer.down), layer.top_k, down.out_features, down.in_features),
         *(layer.normalizes, num_threads),
         *((0.0, 0.0) if layer.clamp is None else (layer.clamp.limit, layer.clamp.alpha)),
+        layer.scales_inputs,
     )
     call.kept = kept
     call.address = ctypes.addressof(call)

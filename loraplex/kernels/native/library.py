@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)

@@ -103,7 +103,8 @@ def _gelu(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 
 
 def _experts(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """Three experts, of which a row has two; then a part with a factor of its own; then with a clamped gate."""
+    """Three experts, of which a row has two; then a part with a factor of its own; then with a clamped gate;
+    then with factors of inputs."""
     linears = [
         ExpertLinear(pack_linear(library, _draw(out, width), torch.float32, 1), None, (), -1)
         for _ in range(3)
@@ -112,8 +113,9 @@ def _experts(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     layer, x = Experts(tuple(linears[0::2]), tuple(linears[1::2]), 2, normalizes=True), _draw(5, 35)
     y = experts.experts(library, x, _draw(5, 3), layer, None, 1)
     gated = experts.add_gated(library, y.clone(), x, _draw(5, 1), 1)
-    clamped = replace(layer, clamp=ClampedGate(0.5, 1.7))
-    return y, gated, experts.experts(library, x, _draw(5, 3), clamped, None, 1)
+    clamped, scaled = replace(layer, clamp=ClampedGate(0.5, 1.7)), replace(layer, scales_inputs=True)
+    others = [experts.experts(library, x, _draw(5, 3), each, None, 1) for each in (clamped, scaled)]
+    return y, gated, *others
 
 
 def _ranking(library: NativeLibrary) -> tuple[torch.Tensor, ...]:

@@ -230,7 +230,7 @@ class TritonBackend(GpuPacking, TorchBackend):
 
     def experts(self, x: torch.Tensor, logits: torch.Tensor, layer: Experts, lora: ExpertLora | None) -> torch.Tensor:
         tables = self.expert_tables.find(layer.gate_up), self.expert_tables.find(layer.down)
-        reason = moe.experts_gap(x, logits, tables)
+        reason = moe.experts_gap(x, logits, tables, layer)
         if reason is None and lora is not None:
             blocks = lora.table.block_dtypes
             reason = self.lora_gap({x.dtype, *blocks}, len(blocks))

@@ -415,8 +415,12 @@ def experts(
     return y
 
 
-def experts_gap(x: torch.Tensor, logits: torch.Tensor, tables: tuple[_Linears | str, ...]) -> str | None:
+def experts_gap(
+    x: torch.Tensor, logits: torch.Tensor, tables: tuple[_Linears | str, ...], layer: Experts
+) -> str | None:
     """Why the kernels do not cover the case; None: they do."""
+    if layer.scales_inputs:
+        return "factors are of the experts' inputs"
     if x.dtype not in FLOAT_DTYPES or logits.dtype not in FLOAT_DTYPES or x.stride(1) != 1 or logits.stride(1) != 1:
         return f"rows are {x.dtype}, the router's logits {logits.dtype}, or not dense"
     for found in tables:

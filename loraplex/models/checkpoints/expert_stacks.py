@@ -4,7 +4,8 @@
 <layer>.mlp.experts.down_proj    [experts, hidden, inner]
 <layer>.mlp.gate.weight                                       the router, in whichever block files have it
 
-gpt-oss has them as [experts, in, out], outputs of gate and up in turns, with more beside them. In MXFP4 (mxfp4.py):
+Llama 4 has them as [experts, in, out], in the block `feed_forward`. So has gpt-oss in `mlp`, outputs of gate and up in
+turns, with more beside them. In MXFP4 (mxfp4.py):
 
 <layer>.mlp.experts.gate_up_proj_blocks [experts, 2 inner, hidden / 32, 16], ..._scales [experts, 2 inner, hidden / 32]
 <layer>.mlp.experts.gate_up_proj_bias   [experts, 2 inner]
@@ -107,7 +108,7 @@ def _parts(
     for expert in range(shape[0]):
         for turn, leaf in enumerate(leaves):
             own = slice(turn * outputs // count, (turn + 1) * outputs // count)
-            if names.is_transposed:
+            if names.takes_turns:
                 own = slice(turn, outputs, count)
             place = _Part(file, stack, expert, own, kind.outputs == 2)
             yield f"{experts}.{expert}.{leaf}.{kind.ending}", place

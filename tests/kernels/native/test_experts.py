@@ -45,11 +45,15 @@ class Layer:
     """Weights of one layer and adapters on them, drawn; `run` is one step of a backend."""
 
     def __init__(
-        self, dtype: torch.dtype = FP32, quantization: str | None = None, clamp: ClampedGate | None = None
+        self,
+        dtype: torch.dtype = FP32,
+        quantization: str | None = None,
+        clamp: ClampedGate | None = None,
+        scales_inputs: bool = False,
     ) -> None:
         """With a clamp the linears have biases, too."""
         generator = torch.Generator().manual_seed(3)
-        self.quantization, self.clamp = quantization, clamp
+        self.quantization, self.clamp, self.scales_inputs = quantization, clamp, scales_inputs
         self.targets = targets()
         self.weights = [
             (
@@ -86,7 +90,7 @@ class Layer:
             ExpertLinear(ops.prepare_linear(w, self.quantization), bias, t.slices, table.first_row(t.name))
             for w, bias, t in zip(self.weights, self.biases, self.targets, strict=True)
         ]
-        return Experts(tuple(linears[0::2]), tuple(linears[1::2]), TOP_K, normalizes, self.clamp)
+        return Experts(tuple(linears[0::2]), tuple(linears[1::2]), TOP_K, normalizes, self.clamp, self.scales_inputs)
 
     def run(self, ops: KernelBackend, x: Tensor, logits: Tensor, segments: list[LoraSegment]) -> Tensor:
         table = self.table(ops)
@@ -121,8 +125,11 @@ def expected(layer: Layer, x: Tensor, logits: Tensor, segments: list[LoraSegment
             return w @ v + (0 if bias is None else bias.double().numpy())
 
         for e in chosen:
-            gate, up = np.split(product(2 * e, x[t].double().numpy()), 2)
-            y[t] += p[e] / p[chosen].sum() * product(2 * e + 1, between(layer.clamp, gate, up))
+            before, behind = 1.0, p[e] / p[chosen].sum()
+            if layer.scales_inputs:
+                before, behind = 1 / (1 + np.exp(-logits[t, e].double().item())), 1.0
+            gate, up = np.split(product(2 * e, before * x[t].double().numpy()), 2)
+            y[t] += behind * product(2 * e + 1, between(layer.clamp, gate, up))
     return torch.from_numpy(y)
 
 
@@ -160,6 +167,17 @@ def test_a_clamped_gate_and_biases(native: NativeBackend, segments: list[LoraSeg
     wanted = expected(layer, x, logits, segments)
     assert_close(layer.run(native, x, logits, segments), wanted, FP32)
     assert_close(layer.run(ReferenceBackend(), x, logits, segments), wanted, FP32)
+
+
+@pytest.mark.parametrize("clamp", [None, CLAMP])
+def test_factors_of_inputs(native: NativeBackend, clamp: ClampedGate | None) -> None:
+    """As Llama 4 has them; and a row has the bits that it has alone."""
+    layer, (x, logits) = Layer(clamp=clamp, scales_inputs=True), draw(21)
+    wanted = expected(layer, x, logits, SEGMENTS[1])
+    got = layer.run(native, x, logits, SEGMENTS[1])
+    assert_close(got, wanted, FP32)
+    assert_close(layer.run(ReferenceBackend(), x, logits, SEGMENTS[1]), wanted, FP32)
+    assert same_bits(layer.run(native, x[:3], logits[:3], []), got[:3])
 
 
 def test_a_clamped_gate_keeps_large_numbers_finite_and_a_nan(native: NativeBackend) -> None:

@@ -359,9 +359,11 @@ def test_what_kernels_cannot_read_has_a_reason() -> None:
     layer, (x, logits) = Layer.make(), Layer.make().draw(2)
     tables = layer.backend.expert_tables
     found = tables.find(layer.layer.down), tables.find(layer.layer.gate_up)
-    assert moe.experts_gap(x, logits, found) is None
-    assert "float64" in str(moe.experts_gap(x.double(), logits, found))
-    assert "weights torch.float32" in str(moe.experts_gap(x.half(), logits, found))
+    assert moe.experts_gap(x, logits, found, layer.layer) is None
+    assert "float64" in str(moe.experts_gap(x.double(), logits, found, layer.layer))
+    assert "weights torch.float32" in str(moe.experts_gap(x.half(), logits, found, layer.layer))
+    scaled = replace(layer.layer, scales_inputs=True)
+    assert "experts' inputs" in str(moe.experts_gap(x, logits, found, scaled))
     shifted = torch.zeros(TINY_EXPERTS.hidden * TINY_EXPERTS.inner + 1)[1:].view(TINY_EXPERTS.hidden, -1)
     odd = tuple(replace(each, weight=shifted) for each in layer.layer.down)
     assert "odd addresses" in str(tables.find(odd))
