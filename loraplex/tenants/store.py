@@ -41,13 +41,13 @@ from loraplex.errors import (
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import (
     MAX_KEYS_OF_A_TENANT,
-    MAX_LABEL_CHARS,
     MAX_SHARES,
     MAX_TENANTS,
     Key,
     Role,
     Tenant,
     TenantTable,
+    check_label,
     check_role,
     check_tenant_name,
     key_digest,
@@ -195,6 +195,7 @@ class TenantStore:
         """The key's record and the key, which is nowhere else. Raises InvalidRequestError, TenantNotFoundError, and
         TenantConflictError for too many keys."""
         check_role(role, tenant)
+        check_label(label)
         with self._change() as connection:
             if tenant is not None:
                 _living(connection, tenant)
@@ -205,7 +206,7 @@ class TenantStore:
             while key_digest(secret).hex()[:8] in taken:
                 secret = new_secret()
             digest = key_digest(secret).hex()
-            key = Key(digest[:8], tenant, role, label[:MAX_LABEL_CHARS], self._clock())
+            key = Key(digest[:8], tenant, role, label, self._clock())
             row = {"digest": digest, "role": role.value, "revoked_time": None}
             named = ("key_id", "tenant", "label", "created_time")
             connection.execute(KEYS_TABLE.insert(), row | {each: getattr(key, each) for each in named})

@@ -128,6 +128,13 @@ def test_a_role_and_its_tenant_fit(store: TenantStore, role: Role, tenant: str |
     assert store.keys_of() == []
 
 
+@pytest.mark.parametrize("label", ["two\nlines", "\x1b[2Jcleared", "\u202ereversed", "x" * 201])
+def test_a_label_is_one_printable_line(store: TenantStore, label: str) -> None:
+    with pytest.raises(InvalidRequestError, match="at most 200 printable characters"):
+        store.create_key(Role.ADMIN, None, label)
+    assert store.keys_of() == []
+
+
 def test_a_revoked_key_opens_nothing(store: TenantStore) -> None:
     store.create_tenant("acme")
     key, secret = store.create_key(Role.TENANT, "acme")
