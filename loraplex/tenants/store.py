@@ -96,7 +96,7 @@ class TenantStore:
         with self.reading() as connection:
             try:
                 found = connection.execute(query).scalar()
-                return int(found) if is_revision(found) else 0
+                return int(found) if found is not None and is_revision(found) else 0
             except sa.exc.DBAPIError:
                 connection.rollback()
                 if sa.inspect(connection).has_table(ABOUT_TABLE.name):
