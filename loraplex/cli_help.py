@@ -16,7 +16,6 @@ from typing import Annotated, Any, get_type_hints
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
-from loraplex.config import parse_bytes
 from loraplex.errors import shown
 
 GROUPS = (
@@ -70,6 +69,14 @@ def group_fields(settings: type, first_group: str) -> None:
         settings.__annotations__[each.name] = Annotated[hints[each.name], annotation]
 
 
+def group_engine_fields() -> None:
+    """Of the settings that commands share."""
+    from loraplex.config import EngineSettings, LoRAConfig
+
+    group_fields(EngineSettings, "Model files")
+    group_fields(LoRAConfig, "Adapter memory")
+
+
 def shown_default(value: Any) -> str | None:
     """Sizes in MiB or GiB, and nothing for what is empty."""
     if value in ((), None):
@@ -98,6 +105,8 @@ def parse_sizes(arguments: Sequence[str]) -> list[str]:
 
 
 def _bytes(text: str) -> str:
+    from loraplex.config import parse_bytes
+
     size = parse_bytes(text)
     return text if size is None else str(size)
 

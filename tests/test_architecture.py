@@ -57,6 +57,7 @@ ORDER = (
     "lora_modules",
     "serve",
     "twin",
+    "commands",
     "cli",
     "__main__",
     "compat",  # names of the field: nothing in the product imports them
@@ -109,10 +110,13 @@ PEOPLES_WORDS = re.compile(
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, SMALL_FILE_LINES = 600, 55, 60
 SMALL_FILES = {
+    "loraplex.commands.route": "a group of commands; the command line imports the one that is called",
+    "loraplex.commands.state": "a group of commands; the command line imports the one that is called",
+    "loraplex.commands.watching": "a group of commands; the command line imports the one that is called",
     "loraplex.compat.deltas": "names of the field, for users; nothing in the product imports them",
     "loraplex.models.checkpoints.forms": "the one that knows all forms, each of which is a file",
     "loraplex.models.checkpoints.mxfp4": "a form of its own; experts of gpt-oss have it beside compressed-tensors",
-    "loraplex.models.commands": "a group of commands, beside what it shows; cli.py is at its size",
+    "loraplex.models.commands": "a group of commands, beside what it shows; cli.py imports the one that is called",
     "loraplex.progress": "draws on a terminal; cli.py is at its size",
     "loraplex.ranks.start": "a process runs it; it acts before the follower's imports",
     "loraplex.serve.ray_router": "Ray Serve imports it by its name, where nothing else of the deployment is",

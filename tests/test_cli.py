@@ -7,6 +7,8 @@ is meant, write it again with `python -m tests.test_cli` and look at the differe
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import json
 import os
 import re
@@ -122,6 +124,34 @@ def test_commands_are_those_of_the_docs() -> None:
         "top",
         "doctor",
     ]
+
+
+NOT_FOR_HELP = ("torch", "fastapi", "pydantic", "numpy", "transformers", "sqlalchemy", "huggingface_hub", "uvicorn")
+
+
+@pytest.mark.parametrize("words", [(), *(each for each, _ in commands())], ids=" ".join)
+def test_help_imports_no_engine_and_no_server(words: tuple[str, ...]) -> None:
+    """And that of all commands none of their modules."""
+    code = (
+        "import sys\n"
+        "from loraplex.cli import app\n"
+        f"app([*{words!r}, '--help'], exit_on_error=False, result_action='return_value')\n"
+        "print('IMPORTED', *sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    imported = done.stdout.partition("IMPORTED")[2].split()
+    assert not {name.partition(".")[0] for name in imported} & set(NOT_FOR_HELP)
+    if not words:
+        own = {name for name in imported if name.startswith("loraplex.")}
+        assert own == {"loraplex.cli", "loraplex.cli_help", "loraplex.errors"}
+
+
+def test_the_help_of_all_commands_is_that_of_each() -> None:
+    for name, place, text in cli.COMMANDS:
+        module, _, attribute = place.partition(":")
+        target = getattr(importlib.import_module(module), attribute)
+        own = target.help if isinstance(target, App) else inspect.cleandoc(target.__doc__).partition("\n\n")[0]
+        assert text == " ".join(own.split()), name
 
 
 Capture = pytest.CaptureFixture[str]

@@ -28,6 +28,11 @@ class TokenizerSurface(Protocol):
     @property
     def special_ids(self) -> Collection[int]: ...
 
+    @property
+    def longest_added_token(self) -> int:
+        """Its characters: an adapter may add tokens of hundreds."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -250,6 +255,7 @@ class _NoTokenizer:
     """Stands in for a model that has none: prompts as token ids work, texts are refused."""
 
     special_ids: Collection[int] = ()
+    longest_added_token = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")

@@ -42,6 +42,9 @@ _log = logging.getLogger("loraplex.server")
 MANY_LOGPROBS = 256
 """Tokens with log probabilities from which an answer is written in a thread."""
 
+LONG_TOKEN_CHARS = 64
+"""A position with log probabilities counts once more for so many characters of the longest added token."""
+
 SOME_LOGPROBS, SOME_TOKENS = 16, 512
 """From which it has a turn of the event loop for itself: sixty answers of a batch may begin or end at one moment."""
 
@@ -309,7 +312,7 @@ class OpenAIRoutes:
         generator, writer = self._context.generator, AnswerWriter(self._context, client_of(request))
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
-            num_logprobs = sum(map(_num_logprobs, outputs))
+            num_logprobs = _logprobs_a_position(generation) * sum(map(_num_logprobs, outputs))
             num_tokens = renderer.work_a_token * sum(map(_num_tokens, outputs))
             size = sum(map(generation.prompt_size, range(len(outputs)), outputs)) + num_tokens
             answer = _json(await writer.write(partial(renderer.response, outputs), num_logprobs, size))
@@ -347,6 +350,12 @@ def _check_repeated(field: str, n: int, num_written: int) -> None:
             f"one), at most {MAX_REPEATED_TOKENS} fit in an answer: send n=1, or less",
             param=field,
         )
+
+
+def _logprobs_a_position(generation: Generation) -> int:
+    """What a position counts for: the likeliest tokens are not those that are drawn, and may be long ones."""
+    longest = max(tokenizer_of(each.target.text).longest_added_token for each in generation.items)
+    return 1 + longest // LONG_TOKEN_CHARS
 
 
 def _num_logprobs(output: RequestOutput) -> int:
@@ -397,7 +406,8 @@ async def _chunks(
     probabilities and tokens that were written, by prompt."""
     size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
     before_logprobs, before_tokens = num_seen.get(prompt_index, (0, 0))
-    num_seen[prompt_index] = num_logprobs, num_tokens = _num_logprobs(output), _num_tokens(output)
+    num_logprobs, num_tokens = _logprobs_a_position(generation) * _num_logprobs(output), _num_tokens(output)
+    num_seen[prompt_index] = num_logprobs, num_tokens
     size += renderer.work_a_token * (num_tokens - before_tokens)
     pieces = renderer.chunks(prompt_index, output)
     while piece := await writer.write(partial(next, pieces, b""), num_logprobs - before_logprobs, size):

@@ -29,10 +29,10 @@ TEXT_PIECE_CHARS = 2**18
 
 class AnswerRoom:
     """What texts and log probabilities of one answer may take, or of what a stream sends of a choice at a time. Tokens
-    are counted elsewhere, but each may be long."""
+    are counted elsewhere, but each may be long. times: that the answer says them again, each in one piece."""
 
-    def __init__(self) -> None:
-        self._num_left = MAX_WRITTEN_BYTES
+    def __init__(self, times: int = 1) -> None:
+        self._most = self._num_left = MAX_WRITTEN_BYTES // times
 
     def take(self, nbytes: int, param: str | None = None) -> None:
         """Raises InvalidRequestError when they are too many in all."""
@@ -40,7 +40,7 @@ class AnswerRoom:
         if self._num_left < 0:
             what = "texts" if param is None else "log probabilities"
             raise InvalidRequestError(
-                f"the {what} of this answer take more than {MAX_WRITTEN_BYTES} bytes: ask for fewer, or for fewer "
+                f"the {what} of this answer take more than {self._most} bytes: ask for fewer, or for fewer "
                 "prompts or completions",
                 param=param,
             )

@@ -10,7 +10,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from loraplex.errors import LoraplexError
+from loraplex.errors import JournalError, LoraplexError
 from loraplex.tenants.records import TenantTable
 
 if TYPE_CHECKING:
@@ -34,18 +34,23 @@ class TenantDirectory:
 
     def __init__(self, store: TenantStore, poll_s: float = POLL_S) -> None:
         self.store = store
-        self.table = TenantTable()
+        self.table = store.read()
         self._poll_s = poll_s
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self.refresh()
         self._watcher = threading.Thread(target=self._watch, name="loraplex-tenants", daemon=True)
         self._watcher.start()
 
     def refresh(self) -> TenantTable:
-        """What the database has now: after a change of this server's, which is answered when it holds."""
+        """What the database has now: after a change of this server's, which is answered when it holds.
+
+        Raises JournalError, also for a number that was there and is lost: a server with tenants never opens without.
+        """
         with self._lock:
-            if self.store.revision() != self.table.revision:
+            revision = self.store.revision()
+            if revision != self.table.revision:
+                if not revision:
+                    raise JournalError("the database has lost the number of the last change of its tenants")
                 self.table = self.store.read()
             return self.table
 

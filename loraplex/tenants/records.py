@@ -92,6 +92,13 @@ def check_tenant_name(name: str) -> None:
         )
 
 
+def check_label(label: str) -> None:
+    """Of a key: lists print it, so it has no line ends and no codes of a terminal. Raises InvalidRequestError."""
+    if len(label) > MAX_LABEL_CHARS or not label.isprintable():
+        text = f"label {shown(label)}: at most {MAX_LABEL_CHARS} printable characters"
+        raise InvalidRequestError(text, param="label")
+
+
 def as_role(name: str | None) -> Role:
     """None: `tenant`. Raises InvalidRequestError."""
     try:

@@ -27,6 +27,7 @@ from loraplex.adapters.journal.tenant_rows import (
     TENANTS_TABLE,
     USAGE_COUNTS,
     USAGE_TABLE,
+    is_revision,
     read_tenant_rows,
 )
 from loraplex.adapters.registry.adapter_name import check_adapter_name
@@ -41,13 +42,13 @@ from loraplex.errors import (
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import (
     MAX_KEYS_OF_A_TENANT,
-    MAX_LABEL_CHARS,
     MAX_SHARES,
     MAX_TENANTS,
     Key,
     Role,
     Tenant,
     TenantTable,
+    check_label,
     check_role,
     check_tenant_name,
     key_digest,
@@ -90,11 +91,12 @@ class TenantStore:
             yield connection
 
     def revision(self) -> int:
-        """0: there was never a tenant or a key; no server has made the tables yet."""
+        """0: there was never a tenant or a key, no server has made the tables yet, or what is there is no number."""
         query = sa.select(ABOUT_TABLE.c.value).where(ABOUT_TABLE.c.key == REVISION)
         with self.reading() as connection:
             try:
-                return int(connection.execute(query).scalar() or 0)
+                found = connection.execute(query).scalar()
+                return int(found) if found is not None and is_revision(found) else 0
             except sa.exc.DBAPIError:
                 connection.rollback()
                 if sa.inspect(connection).has_table(ABOUT_TABLE.name):
@@ -102,8 +104,11 @@ class TenantStore:
                 return 0
 
     def read(self) -> TenantTable:
-        """Rows that cannot be used open nothing."""
+        """Rows that cannot be used open nothing, and a number that is none counts as one: only a database without any
+        rows has revision 0."""
         with self.reading() as connection:
+            if not sa.inspect(connection).has_table(ABOUT_TABLE.name):
+                return TenantTable()
             found = read_tenant_rows(connection)
         tenants = {row["name"]: _tenant_or_closed(row) for row in found.rows["tenants"]}
         keys = {bytes.fromhex(row["digest"]): _key(row) for row in found.rows["tenant_keys"]}
@@ -195,6 +200,7 @@ class TenantStore:
         """The key's record and the key, which is nowhere else. Raises InvalidRequestError, TenantNotFoundError, and
         TenantConflictError for too many keys."""
         check_role(role, tenant)
+        check_label(label)
         with self._change() as connection:
             if tenant is not None:
                 _living(connection, tenant)
@@ -205,7 +211,7 @@ class TenantStore:
             while key_digest(secret).hex()[:8] in taken:
                 secret = new_secret()
             digest = key_digest(secret).hex()
-            key = Key(digest[:8], tenant, role, label[:MAX_LABEL_CHARS], self._clock())
+            key = Key(digest[:8], tenant, role, label, self._clock())
             row = {"digest": digest, "role": role.value, "revoked_time": None}
             named = ("key_id", "tenant", "label", "created_time")
             connection.execute(KEYS_TABLE.insert(), row | {each: getattr(key, each) for each in named})

@@ -17,6 +17,7 @@ class FakeTokenizer:
     bos_token_id = BOS
     eos_token_ids = (EOS,)
     special_ids = frozenset((0, BOS, EOS))
+    longest_added_token = len("<pad>")
     _SPECIAL: Mapping[int, bytes] = {0: b"<pad>", BOS: b"<s>", EOS: b"</s>"}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

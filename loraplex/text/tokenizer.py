@@ -207,7 +207,9 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_ids = self.with_own_eos(eos_token_ids)
-        self.special_ids = frozenset(i for i in backend.get_added_tokens_decoder() if self._is_special(i))
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i in added if self._is_special(i))
+        self.longest_added_token = max((len(token.content) for token in added.values()), default=0)
         state = b"" if backend.decoder is None else bytes(backend.decoder.__getstate__())
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.has_split_characters = b'"ByteLevel"' in state

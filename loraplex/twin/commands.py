@@ -10,7 +10,7 @@ from json import dumps as to_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from loraplex.cli_help import Flat, Listed, group_fields
+from loraplex.cli_help import Flat, Listed, group_engine_fields, group_fields
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError
 from loraplex.twin.settings import FleetSettings, ServiceLevel, TwinSettings
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from loraplex.twin.calibration import Calibration
     from loraplex.twin.results import SimulationResult
 
+group_engine_fields()
 group_fields(Workload, "Workload")
 group_fields(TwinSettings, "Fleet")
 group_fields(FleetSettings, "Fleet")

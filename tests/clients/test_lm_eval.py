@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from loraplex.demo.tasks import TASKS, phrases, prompt_of
-from tests.clients.conftest import Served
+from tests.clients.conftest import TIMEOUT_S, Served
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(TIMEOUT_S + 300)]
 APPLY = {task.name: task.apply for task in TASKS}
 NUM_PHRASES = 12
 
@@ -52,6 +52,11 @@ def test_scores(served: Served, run: Callable[..., str], model: str, tmp_path: P
     words = ["--model", "local-completions", "--model_args", f"{where},num_concurrent=4"]
     words += ["--tasks", f"demo_{name},demo_choice", "--include_path", str(tmp_path), "--output_path", str(tmp_path)]
     run("lm-eval", "python", "-m", "lm_eval", *words)
-    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
+    found = json.loads(next(tmp_path.rglob("results_*.json")).read_text())
+    results = found["results"]
+    assert {task: samples["effective"] for task, samples in found["n-samples"].items()} == {
+        f"demo_{name}": NUM_PHRASES,
+        "demo_choice": NUM_PHRASES,
+    }
     assert results[f"demo_{name}"]["exact_match,none"] == 1.0
     assert results["demo_choice"]["acc,none"] == choice

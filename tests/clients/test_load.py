@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import ADAPTERS, ROOT, SCRIPTS, Served
+from tests.clients.conftest import ADAPTERS, ROOT, SCRIPTS, TIMEOUT_S, Served
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(TIMEOUT_S + 300)]
 BENCH_SERVING = ROOT / ".venv-client-sglang" / "bench_serving.py"
 
 
@@ -36,10 +36,13 @@ def test_bench_serve_of_vllm(served: Served, run: Callable[..., str], model: str
     words = ["--backend", backend, "--base-url", served.url, "--endpoint", route, "--model", "demo"]
     words += ["--tokenizer", model, "--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "8"]
     words += ["--num-prompts", "6", "--ignore-eos", "--lora-modules", *ADAPTERS, "--disable-tqdm"]
-    words += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "out.json"]
+    words += ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "out.json"]
     run("vllm", "python", str(SCRIPTS / "vllm_bench.py"), *words)
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (6, 0, 48)
+    assert result["output_lens"] == [8] * 6
+    assert set(result["errors"]) == {""}
+    assert min(result["input_lens"]) > 8
 
 
 def test_locust(served: Served, run: Callable[..., str]) -> None:
@@ -63,26 +66,20 @@ def test_guidellm(served: Served, run: Callable[..., str], model: str, tmp_path:
     [benchmark] = json.loads(out.read_text())["benchmarks"]
     assert benchmark["metrics"]["request_totals"] == {"successful": 8, "errored": 0, "incomplete": 0, "total": 8}
     assert benchmark["metrics"]["output_token_count"]["successful"]["total_sum"] == 64
+    assert benchmark["metrics"]["prompt_token_count"]["successful"]["min"] >= 16
 
 
 @pytest.mark.parametrize("form", [["chat", "--streaming"], ["completions", "--streaming"], ["chat"], ["responses"]])
 def test_aiperf(served: Served, run: Callable[..., str], model: str, tmp_path: Path, form: list[str]) -> None:
     words = ["--model", "reverse", "--url", served.url, "--api-key", served.key, "--endpoint-type", *form]
     words += ["--tokenizer", model, "--synthetic-input-tokens-mean", "24", "--output-tokens-mean", "8"]
-    words += ["--extra-inputs", "ignore_eos:true"]
-    words += [
-        "--request-count",
-        "8",
-        "--concurrency",
-        "2",
-        "--use-server-token-count",
-        "--output-artifact-dir",
-        str(tmp_path),
-        "--ui",
-        "none",
-    ]
+    words += ["--extra-inputs", "ignore_eos:true", "--use-server-token-count", "--ui", "none"]
+    words += ["--request-count", "8", "--concurrency", "2", "--output-artifact-dir", str(tmp_path)]
     run("aiperf", "aiperf", "profile", *words)
     found = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
-    assert found["request_count"]["avg"] == 8
+    assert (found["request_count"]["avg"], found["error_summary"], found["was_cancelled"]) == (8, [], False)
     assert found.get("error_request_count") is None
-    assert found["output_sequence_length"]["avg"] == 8
+    assert found["total_usage_completion_tokens"]["avg"] == 64
+    assert found["output_sequence_length"]["min"] == found["output_sequence_length"]["max"] == 8
+    assert found["usage_prompt_tokens"]["min"] >= 24
+    assert ("time_to_first_token" in found) == ("--streaming" in form)

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from loraplex.cli import serve
+from loraplex.commands.serving import serve
 from loraplex.demo.tasks import adapter_path, assets_path
 from loraplex.errors import ConfigError
 from loraplex.processes.environment import child_environment

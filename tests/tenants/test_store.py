@@ -128,6 +128,13 @@ def test_a_role_and_its_tenant_fit(store: TenantStore, role: Role, tenant: str |
     assert store.keys_of() == []
 
 
+@pytest.mark.parametrize("label", ["two\nlines", "\x1b[2Jcleared", "\u202ereversed", "x" * 201])
+def test_a_label_is_one_printable_line(store: TenantStore, label: str) -> None:
+    with pytest.raises(InvalidRequestError, match="at most 200 printable characters"):
+        store.create_key(Role.ADMIN, None, label)
+    assert store.keys_of() == []
+
+
 def test_a_revoked_key_opens_nothing(store: TenantStore) -> None:
     store.create_tenant("acme")
     key, secret = store.create_key(Role.TENANT, "acme")
@@ -362,7 +369,25 @@ DAMAGES = [
     "UPDATE tenant_usage SET requests = -1",
     "DELETE FROM about WHERE key = 'tenants'",
     "UPDATE about SET value = 'many' WHERE key = 'tenants'",
+    "UPDATE about SET value = '0' WHERE key = 'tenants'",
+    "UPDATE about SET value = '-1' WHERE key = 'tenants'",
+    f"UPDATE about SET value = '{'9' * 5000}' WHERE key = 'tenants'",
+    "UPDATE about SET value = '²' WHERE key = 'tenants'",
 ]
+
+
+@pytest.mark.parametrize("damage", [each for each in DAMAGES if "about" in each])
+def test_a_running_server_that_finds_no_number_stays_closed(state_dir: Path, damage: str) -> None:
+    filled(state_dir)
+    with closing(TenantDirectory(open_store(state_dir, None), poll_s=600)) as directory:
+        known = directory.table
+        with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+            file.execute(damage)
+        with pytest.raises(JournalError, match="lost the number of the last change"):
+            directory.refresh()
+        assert directory.table is known
+    with closing(TenantDirectory(open_store(state_dir, None), poll_s=600)) as again:
+        assert (again.table.is_configured, again.table.keys) == (True, known.keys)
 
 
 @pytest.mark.parametrize("limits", ['{"of_another_version": 1}', '{"concurrency": 0}'])

@@ -76,6 +76,13 @@ def test_unknown_ids_have_no_text(kind: str) -> None:
     assert not tokenizer.has_token(beyond)
 
 
+def test_the_longest_added_token_is_known() -> None:
+    backend = tiny_backend(KINDS[0])
+    longest = Tokenizer(backend).longest_added_token
+    backend.add_tokens(["<" + "x" * longest + ">"])
+    assert Tokenizer(backend).longest_added_token == longest + 2 < 100
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_ids_are_what_decoding_skips(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]

@@ -6,6 +6,7 @@ missing the server has no tenants and asks for no key of theirs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -56,6 +57,8 @@ USAGE_TABLE = sa.Table(
     *(sa.Column(name, sa.BigInteger, nullable=False) for name in USAGE_COUNTS),
     sa.Column("waiting_s", sa.Float, nullable=False),
 )
+
+_REVISION = re.compile(r"[1-9][0-9]{0,15}")
 
 KeyId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 TenantName = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,62}\Z")]
@@ -125,14 +128,19 @@ class TenantRows:
                 connection.execute(SCHEMA.tables[name].insert(), [dict(row) for row in rows])
 
 
+def is_revision(found: object) -> bool:
+    """Whether it counts changes. 0 does not: without any change there is no number."""
+    return _REVISION.fullmatch(str(found)) is not None
+
+
 def read_tenant_rows(connection: sa.Connection, *, with_usage: bool = False) -> TenantRows:
     """A damaged row opens nothing: it is left out, and a repair drops it. A tenant whose name is left, in its row or in
     a key's, is a deleted one: its adapters do not become the operator's."""
     found = connection.execute(sa.select(ABOUT_TABLE.c.value).where(ABOUT_TABLE.c.key == REVISION)).scalar()
     rows: dict[str, list[Row]] = {}
     damages = []
-    if found is not None and not str(found).isdecimal():
-        damages.append(Damage(None, "the number of the last change of its tenants is no number"))
+    if found is not None and not is_revision(found):
+        damages.append(Damage(None, "the number of the last change of its tenants is none from 1 on"))
         found = "1"  # there were tenants: the server stays closed
     for name, kind in ROW_KINDS.items():
         rows[name] = []

@@ -24,7 +24,7 @@ MAX_ROWS = 10_000
 NUM_LOOKS = 2
 """At a time. They ask the database, which may be silent, and nothing else waits for their threads."""
 
-Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+Day = Annotated[str, Field(pattern=r"^[1-9]\d{3}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$")]
 Text = Annotated[str, Field(max_length=256)]
 
 

@@ -122,6 +122,10 @@ class ResponseReply(msgspec.Struct, frozen=True):
     truncation: str = "disabled"
 
 
+TIMES_SAID = 4
+"""That the last events of a stream say all log probabilities again: text, part, item, response."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Form:
     """Of a part in an answer: its item's id, its content, and what events call that."""
@@ -176,7 +180,7 @@ class ResponseRenderer(PartsRenderer):
         self._texts = TokenTexts(tokenizer_of(generation.items[0].target.text))
         self._logprobs: list[TokenLogprob] = []
         self._num_sent_logprobs = 0
-        self._room = AnswerRoom()
+        self._room = AnswerRoom(TIMES_SAID)
         self._num_events = 0
 
     def opening(self) -> Iterator[bytes]:

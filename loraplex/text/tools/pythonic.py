@@ -15,7 +15,9 @@ from loraplex.text.tools.json_calls import CallDelta, Part, escape_halves
 
 MAX_NESTING = 32
 MAX_CALL_CHARS = 2**15
-"""Python's parser takes 0.05 s for the worst one so long; ten times that for an f-string, which it does not get."""
+MAX_CALL_MARKS = 2**13
+"""Words and signs outside of texts. Python's parser takes 0.02 s for the worst ones, and far longer for an f-string,
+which it does not get."""
 
 _BEGIN = re.compile(r"\s*\[\s*([A-Za-z_][\w.]*)\s*\(")
 _NEXT = re.compile(r"[\"'\\()\[\]{}]")
@@ -28,6 +30,7 @@ _TEXTS = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Comments and texts as Python reads them. One without an end goes to the end of all, so no place is read twice."""
+_MARK = re.compile(r"\w+|[^\w\s]")
 _PAIR = {")": "(", "]": "[", "}": "{"}
 
 
@@ -110,7 +113,10 @@ class PythonicCalls:
 
 def _call_of(text: str) -> tuple[str, str] | None:
     """The name and the arguments as JSON; None for what is no call with literals."""
-    if any(found["f_string"] for found in _TEXTS.finditer(text)):
+    texts = list(_TEXTS.finditer(text))
+    if any(found["f_string"] for found in texts) or len(texts) > MAX_CALL_MARKS:
+        return None
+    if len(_MARK.findall(_TEXTS.sub(" ", text))) + len(texts) > MAX_CALL_MARKS:
         return None
     try:
         node = ast.parse(text.strip(), mode="eval").body

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from loraplex import StructuredOutputsParams
 from loraplex.errors import EngineDeadError, EngineOverloadedError
-from loraplex.server import ServerConfig, create_app
+from loraplex.server import ServerConfig, create_app, responses
 from loraplex.server.wires import openai_responses_input
 from loraplex.server.wires.openai_responses_input import MAX_SAID_BACK_BYTES, ResponsesRequest
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer
@@ -263,6 +263,15 @@ async def test_log_probabilities(client: httpx.AsyncClient) -> None:
     deltas = [each for event in events for each in event.get("logprobs", ()) if event["type"].endswith(".delta")]
     assert "".join(each["token"] for each in deltas) == content["text"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == content["logprobs"]
+
+
+async def test_log_probabilities_that_the_last_events_say_again_have_less_room(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "MAX_WRITTEN_BYTES", 400)
+    answer = await client.post(URL, json={"model": "base", "input": "hi", "include": LOGPROBS, "top_logprobs": 2})
+    assert answer.status_code == 400
+    assert "take more than 100 bytes" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

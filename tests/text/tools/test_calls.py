@@ -204,6 +204,18 @@ def test_an_f_string_is_not_given_to_pythons_parser(value: str, monkeypatch: pyt
     assert parsed("pythonic", text) == (text, [])
 
 
+@pytest.mark.parametrize("unit", ["1,", "[],", "'',", "\ufb01,", "-"])
+def test_a_call_of_many_words_and_signs_is_not_given_to_pythons_parser(
+    unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is theirs; a long text in a call is one of them."""
+    long = json.dumps("x" * 30_000)
+    assert parsed("pythonic", f"[f(a={long})]") == ("", [("f", json.dumps({"a": "x" * 30_000}))])
+    monkeypatch.setattr("loraplex.text.tools.pythonic.ast", None)
+    text = f"[f(a=[{unit * 8200}])]"
+    assert parsed("pythonic", text) == (text, [])
+
+
 @pytest.mark.parametrize(
     ("value", "meant"),
     [
