@@ -67,6 +67,14 @@ def overwrite_the_middle(file: Path) -> None:
     file.write_bytes(data)
 
 
+def flip_a_bit_of_the_schema(file: Path) -> None:
+    """SQLite's error quotes the schema, which is no UTF-8 any more."""
+    execute("PRAGMA wal_checkpoint(TRUNCATE)")(file)
+    data = file.read_bytes()
+    assert data.count(b"CREATE TABLE names") == 1
+    file.write_bytes(data.replace(b"CREATE TABLE names", b"CR\xc5ATE TABLE names"))
+
+
 def overwrite_all(file: Path) -> None:
     file.write_bytes(b"no database at all, but long enough to be looked at" * 100)
 
@@ -76,6 +84,7 @@ WHOLE_FILE = {
     "removed": remove,
     "overwritten": overwrite_all,
     "pages overwritten": overwrite_the_middle,
+    "a bit of the schema": flip_a_bit_of_the_schema,
     "no facts": execute("DELETE FROM about"),
     "no base model": execute("DELETE FROM about WHERE key = 'base_model'"),
     "last id is a text": execute("UPDATE about SET value = 'many' WHERE key = 'last_adapter_id'"),

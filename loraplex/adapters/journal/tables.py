@@ -132,6 +132,8 @@ class JournalTables:
             yield
         except sa.exc.DatabaseError as error:
             raise DamagedJournalError(f"{self._file} cannot be read ({error.orig})") from error
+        except UnicodeDecodeError as error:  # SQLite's words about a damaged schema, which quote it
+            raise DamagedJournalError(f"{self._file} cannot be read (its schema is no text)") from error
 
     def _open(self, base_model: str | None) -> None:
         with self._engine.connect() as connection:
