@@ -34,6 +34,10 @@ class AnswerRoom:
     def __init__(self, times: int = 1) -> None:
         self._most = self._num_left = MAX_WRITTEN_BYTES // times
 
+    @property
+    def num_taken(self) -> int:
+        return self._most - self._num_left
+
     def take(self, nbytes: int, param: str | None = None) -> None:
         """Raises InvalidRequestError when they are too many in all."""
         self._num_left -= nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,12 @@ from loraplex.server.wires.sglang_fields import SGLangGenerateRequest
 
 MAX_TIMES_AGAIN = 256
 """How often a stream says a completion again, on average over its tokens: longer ones get fewer events."""
+
+MAX_TIMES_BYTES_AGAIN, FREE_BYTES_AGAIN = 64, 2**22
+"""The same over bytes of log probabilities, once there are as many as that."""
+
+EVENTS_A_ROOM = 8
+"""An event says all log probabilities of a completion in one piece, so they have an eighth of an answer's room."""
 
 Entry = tuple[float | None, int, str | None]
 """Of one token: its log probability, its id, its text where that was asked for."""
@@ -92,7 +99,8 @@ class SGLangWish:
 
 @dataclass(slots=True)
 class _Said:
-    """Of one completion in a stream. tokens: their entries as JSON, made once; num_again: tokens of all events."""
+    """Of one completion in a stream. tokens, tops: entries as JSON, made once and counted in `room`. num_again,
+    num_bytes_again: tokens, and bytes of entries, of all events."""
 
     num_tokens: int = 0
     num_chars: int = 0
@@ -101,6 +109,8 @@ class _Said:
     is_finished: bool = False
     tokens: list[Entry] = field(default_factory=list)
     tops: list[list[Entry] | None] = field(default_factory=list)
+    room: AnswerRoom = field(default_factory=partial(AnswerRoom, EVENTS_A_ROOM))
+    num_bytes_again: int = 0
 
     def is_due(self, completion: CompletionOutput) -> bool:
         """Whether there is something new, and room for an event; the last one always has it."""
@@ -108,11 +118,15 @@ class _Said:
         if is_finished:
             return not self.is_finished
         has_news = num_tokens > self.num_tokens or completion.num_chars > self.num_chars
-        return has_news and self.num_again + num_tokens <= MAX_TIMES_AGAIN * num_tokens
+        nbytes = self.room.num_taken
+        most_again = max(FREE_BYTES_AGAIN, MAX_TIMES_BYTES_AGAIN * nbytes)
+        has_room = self.num_again + num_tokens <= MAX_TIMES_AGAIN * num_tokens
+        return has_news and has_room and self.num_bytes_again + nbytes <= most_again
 
     def note(self, completion: CompletionOutput) -> None:
         self.num_tokens, self.num_chars = len(completion.token_ids), completion.num_chars
         self.num_again += self.num_tokens
+        self.num_bytes_again += self.room.num_taken
         self.num_events += 1
         self.is_finished = completion.finish_reason is not None
 
@@ -131,7 +145,7 @@ class SGLangRenderer:
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         room = AnswerRoom()
         replies = [
-            self._reply(index, output, each, _Said(), room, is_first=True)
+            self._reply(index, output, each, _Said(room=room), room, is_first=True)
             for index, output in enumerate(outputs)
             for each in output.outputs
         ]
@@ -167,18 +181,18 @@ class SGLangRenderer:
         room: AnswerRoom,
         is_first: bool,
     ) -> GenerateReply:
-        """is_first: of its completion. The prompt's ids are in no later event."""
+        """room: of texts. is_first: of its completion. The prompt's ids are in no later event."""
         wish = self._wish
         token_ids = [] if wish.is_empty else list(completion.token_ids)
         return GenerateReply(
             text="" if wish.is_empty else written_text(completion.text_from(0), room),
             output_ids=token_ids,
-            meta_info=self._meta_info(prompt_index, output, completion, said, room),
+            meta_info=self._meta_info(prompt_index, output, completion, said),
             prompt_token_ids=list(output.prompt_token_ids) if wish.has_prompt_ids and is_first else UNSET,
         )
 
     def _meta_info(
-        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, said: _Said, room: AnswerRoom
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, said: _Said
     ) -> MetaInfo:
         wish, metrics = self._wish, output.metrics
         is_finished = completion.finish_reason is not None
@@ -191,7 +205,7 @@ class SGLangRenderer:
             completion_tokens=num_tokens,
             cached_tokens=output.num_cached_tokens if self._generation.shows_cached_tokens else UNSET,
             e2e_latency=UNSET if latency_s is None or metrics is None else latency_s - metrics.arrival_time,
-            **({} if wish.num_top is None else self._logprobs(prompt_index, output, completion, said, room)),
+            **({} if wish.num_top is None else self._logprobs(prompt_index, output, completion, said)),
         )
 
     def _id(self, prompt_index: int, index: int) -> str:
@@ -208,10 +222,10 @@ class SGLangRenderer:
         return FinishReply(completion.finish_reason or "", length=len(completion.token_ids))
 
     def _logprobs(
-        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, said: _Said, room: AnswerRoom
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, said: _Said
     ) -> dict[str, Any]:
         tokenizer = tokenizer_of(self._generation.items[prompt_index].target.text)
-        entries = _Entries(tokenizer if self._wish.has_texts else None, self._wish.num_top or 0, room)
+        entries = _Entries(tokenizer if self._wish.has_texts else None, self._wish.num_top or 0, said.room)
         if not self._wish.is_empty:
             begin = len(said.tokens)
             new_ids, new_logprobs = completion.token_ids[begin:], (completion.logprobs or ())[begin:]
@@ -224,11 +238,10 @@ class SGLangRenderer:
             "output_token_logprobs_length": len(said.tokens),
         }
         start, prompt_tops = self._wish.logprob_start_len, []
-        if start >= 0 and output.prompt_logprobs is not None:
+        if start >= 0 and output.prompt_logprobs is not None:  # not of a stream
             ids, scored = output.prompt_token_ids[start:], output.prompt_logprobs[start:]
-            scored = (
-                (None, *scored[1:]) if scored else ()
-            )  # as SGLang has it: of the first that it was asked for there is none
+            # as SGLang has it: of the first that it was asked for there is none
+            scored = (None, *scored[1:]) if scored else ()
             told["input_token_logprobs"] = [entries.chosen(*each) for each in zip(ids, scored, strict=True)]
             prompt_tops = [None if each is None else entries.top(each) for each in scored]
         if self._wish.num_top:

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from loraplex.server import ServerConfig, create_app
+from loraplex.server import ServerConfig, create_app, responses
+from loraplex.server.wires import sglang
 from loraplex.server.wires.sglang import MAX_TIMES_AGAIN
 from loraplex.server.wires.sglang_fields import MAX_EBNF_LINES, SGLangGenerateRequest, SGLangSampling
 from loraplex.testing import FakeAsyncEngine, FakeModelInfo, FakeTokenizer
@@ -96,6 +97,33 @@ async def test_a_long_stream_does_not_grow_with_the_square_of_its_length() -> No
     assert len(found[-1]["output_ids"]) == num_tokens
     assert sum(len(each["output_ids"]) for each in found) <= MAX_TIMES_AGAIN * num_tokens + num_tokens
     assert [len(each["output_ids"]) for each in found[:50]] == list(range(1, 51))
+
+
+async def test_log_probabilities_of_a_stream_are_said_again_so_often_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang, "FREE_BYTES_AGAIN", 2000)
+    monkeypatch.setattr(sglang, "MAX_TIMES_BYTES_AGAIN", 8)
+    fields: Any = {"text": "x" * 250, "return_logprob": True, "top_logprobs_num": 2}
+    fields["sampling_params"] = {"max_new_tokens": 240}
+    async with client_of(create_app(FakeAsyncEngine())) as client:
+        found = [each["meta_info"] for each in await stream(client, **fields)]
+        whole = (await generate(client, **fields))["meta_info"]
+    sizes = [len(json.dumps([meta[name] for name in whole if "logprobs" in name])) for meta in found]
+    assert sizes == sorted(sizes)
+    assert sum(sizes) < 12 * sizes[-1]
+    assert len(sizes) > 8
+    assert found[-1]["output_top_logprobs"] == whole["output_top_logprobs"]
+
+
+async def test_log_probabilities_of_a_stream_have_an_eighth_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_WRITTEN_BYTES", 8 * 600)
+    fields: Any = {"text": "x" * 100, "return_logprob": True, "sampling_params": {"max_new_tokens": 100}}
+    async with client_of(create_app(FakeAsyncEngine())) as client:
+        answer = await client.post(URL, json={**fields, "stream": True})
+        fits = await client.post(URL, json={**fields, "sampling_params": {"max_new_tokens": 10}, "stream": True})
+    assert "log probabilities of this answer take more than 600 bytes" in answer.text
+    assert "take more than" not in fits.text
 
 
 async def test_ids_of_a_batch(client: httpx.AsyncClient) -> None:
