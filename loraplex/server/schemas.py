@@ -38,7 +38,7 @@ from loraplex.server.request_model import (
     shown,
     unsupported,
 )
-from loraplex.structured.params import FORM_FIELDS, StructuredOutputsParams, wanted_form
+from loraplex.structured.params import FORM_FIELDS, MAX_CHOICES, StructuredOutputsParams, wanted_form
 from loraplex.text.tools.wanted import WantedTools
 
 INT32_MAX = 2**31 - 1
@@ -52,7 +52,7 @@ MAX_PARTS = 2**10
 MAX_TOOLS = 2**10
 MAX_DOCUMENTS = 2**12
 TRUE = {"const": True}
-RESPONSE_FORMATS, MAX_CHOICES = ["text", "json_object", "json_schema"], 4096
+RESPONSE_FORMATS = ["text", "json_object", "json_schema"]
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Beside max_tokens: what generation_config.json of a model or an adapter may have another default of."""
 

@@ -24,6 +24,9 @@ MAX_SCHEMA_VALUES = 8192
 MAX_PATTERN_BYTES = 2 * 2**10
 """Of a regular expression, and of all patterns of a schema: memory and time to compile grow with their square."""
 
+MAX_CHOICES = 1999
+"""The library follows 2,000 items side by side, one of which is the choice itself."""
+
 MAX_NUMBER = 2**53
 """Of a schema, either sign: the library recurses without an end for the least of 64 bits."""
 
@@ -111,6 +114,8 @@ class StructuredOutputsParams:
         if not is_list or not texts or not all(isinstance(each, str) and each for each in texts):
             _refuse("choice must be a list of texts, none of them empty")
         assert texts is not None
+        if len(texts) > MAX_CHOICES:
+            _refuse(f"choice has {len(texts)} texts, at most {MAX_CHOICES} can be followed")
         object.__setattr__(self, "choice", tuple(texts))
         self._check_bytes("|".join(texts))
 

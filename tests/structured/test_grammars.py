@@ -19,6 +19,7 @@ from loraplex import StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
 from loraplex.structured import grammars
 from loraplex.structured.grammars import GrammarCompiler, GrammarState, Words
+from loraplex.structured.params import MAX_CHOICES
 
 SPECIAL = (b"<s>", b"</s>")
 TEXTS = (*(bytes([byte]) for byte in range(256)), b"ab", b'{"', b'":', b"\xe2\x98", b"\x85", b"true", b"")
@@ -178,6 +179,19 @@ def test_without_llguidance_or_a_tokenizer_the_reason_is_said(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidRequestError, match="pip install llguidance"):
         compiler.check(wanted)
+
+
+def test_as_many_choices_as_there_may_be_are_followed(compiler: GrammarCompiler) -> None:
+    choices = [f"a{number}" for number in range(MAX_CHOICES)]
+    state, data = started(compiler, choice=choices), b""
+    while not state.is_complete:
+        token_id = allowed(state)[-1]
+        state.commit(token_id)
+        data += Bytes().token_bytes(token_id) if token_id != EOS else b""
+    assert state.error is None
+    assert data.decode() in choices
+    with pytest.raises(InvalidRequestError, match="choice has 2000 texts, at most 1999 can be followed"):
+        StructuredOutputsParams(choice=[*choices, "b"])
 
 
 REGEXES = ("[a-c]{2,4}[0-9]", "(ab)*c", "\u2605?[xy]+z", "a|bc|def", "[^a]{3}", '"(\\\\.|[^"\\\\]){0,5}"')
