@@ -141,6 +141,7 @@ class SGLangRenderer:
         self._wish = wish
         self._generation = generation
         self._said: dict[int, _Said] = {}
+        self._kept = AnswerRoom()  # all that a stream says again
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         room = AnswerRoom()
@@ -161,9 +162,10 @@ class SGLangRenderer:
             index = prompt_index * self._wish.n + each.index
             said = self._said.setdefault(index, _Said())
             if said.is_due(each):
-                is_first = not said.num_events
+                is_first, before = not said.num_events, said.room.num_taken
                 said.note(each)
                 reply = self._reply(prompt_index, output, each, said, AnswerRoom(), is_first)
+                self._kept.take(said.room.num_taken - before, "logprobs")
                 yield sse(encode(msgspec.structs.replace(reply, index=index) if self._wish.is_batch else reply))
 
     def last_chunk(self) -> bytes:

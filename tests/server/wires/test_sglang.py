@@ -117,13 +117,17 @@ async def test_log_probabilities_of_a_stream_are_said_again_so_often_and_no_more
 
 
 async def test_log_probabilities_of_a_stream_have_an_eighth_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of all completions have all of it."""
     monkeypatch.setattr(responses, "MAX_WRITTEN_BYTES", 8 * 600)
     fields: Any = {"text": "x" * 100, "return_logprob": True, "sampling_params": {"max_new_tokens": 100}}
     async with client_of(create_app(FakeAsyncEngine())) as client:
         answer = await client.post(URL, json={**fields, "stream": True})
         fits = await client.post(URL, json={**fields, "sampling_params": {"max_new_tokens": 10}, "stream": True})
+        fields["sampling_params"] = {"max_new_tokens": 10, "n": 32}
+        many = await client.post(URL, json={**fields, "stream": True})
     assert "log probabilities of this answer take more than 600 bytes" in answer.text
     assert "take more than" not in fits.text
+    assert "log probabilities of this answer take more than 4800 bytes" in many.text
 
 
 async def test_ids_of_a_batch(client: httpx.AsyncClient) -> None:
