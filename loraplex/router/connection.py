@@ -2,7 +2,9 @@
 
 httptools reads what comes, some of it in a turn of the event loop: what one replica sends, in however small chunks,
 does not hold up the requests of others. An answer is bounded in its head and in its silence, and no more of it is read
-than its reader takes. A connection costs the same beside ten others or ten thousand.
+than its reader takes. Answers to the router's own polls are decoded whole (`watching.py`): a replica that fills their
+bounds does hold others up, so replicas are to be the operator's. A connection costs the same beside ten others or ten
+thousand.
 """
 
 from __future__ import annotations

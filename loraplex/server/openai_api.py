@@ -312,7 +312,7 @@ class OpenAIRoutes:
         generator, writer = self._context.generator, AnswerWriter(self._context, client_of(request))
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
-            num_logprobs = _logprobs_a_position(generation) * sum(map(_num_logprobs, outputs))
+            num_logprobs = sum(map(_num_logprobs, outputs, generation.items))
             num_tokens = renderer.work_a_token * sum(map(_num_tokens, outputs))
             size = sum(map(generation.prompt_size, range(len(outputs)), outputs)) + num_tokens
             answer = _json(await writer.write(partial(renderer.response, outputs), num_logprobs, size))
@@ -352,15 +352,13 @@ def _check_repeated(field: str, n: int, num_written: int) -> None:
         )
 
 
-def _logprobs_a_position(generation: Generation) -> int:
-    """What a position counts for: the likeliest tokens are not those that are drawn, and may be long ones."""
-    longest = max(tokenizer_of(each.target.text).longest_added_token for each in generation.items)
-    return 1 + longest // LONG_TOKEN_CHARS
-
-
-def _num_logprobs(output: RequestOutput) -> int:
-    """Positions with log probabilities, of the prompt and of all its completions."""
-    return len(output.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in output.outputs)
+def _num_logprobs(output: RequestOutput, item: GenerationItem) -> int:
+    """Positions with log probabilities, of the prompt and of all its completions. One counts more where added tokens
+    are long: the likeliest are not those that are drawn."""
+    num_positions = len(output.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in output.outputs)
+    if not num_positions:
+        return 0
+    return num_positions * (1 + tokenizer_of(item.target.text).longest_added_token // LONG_TOKEN_CHARS)
 
 
 def _num_tokens(output: RequestOutput) -> int:
@@ -406,7 +404,7 @@ async def _chunks(
     probabilities and tokens that were written, by prompt."""
     size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
     before_logprobs, before_tokens = num_seen.get(prompt_index, (0, 0))
-    num_logprobs, num_tokens = _logprobs_a_position(generation) * _num_logprobs(output), _num_tokens(output)
+    num_logprobs, num_tokens = _num_logprobs(output, generation.items[prompt_index]), _num_tokens(output)
     num_seen[prompt_index] = num_logprobs, num_tokens
     size += renderer.work_a_token * (num_tokens - before_tokens)
     pieces = renderer.chunks(prompt_index, output)

@@ -114,9 +114,8 @@ class PythonicCalls:
 def _call_of(text: str) -> tuple[str, str] | None:
     """The name and the arguments as JSON; None for what is no call with literals."""
     texts = list(_TEXTS.finditer(text))
-    if any(found["f_string"] for found in texts) or len(texts) > MAX_CALL_MARKS:
-        return None
-    if len(_MARK.findall(_TEXTS.sub(" ", text))) + len(texts) > MAX_CALL_MARKS:
+    num_marks = len(texts) + len(_MARK.findall(_TEXTS.sub(" ", text)))
+    if num_marks > MAX_CALL_MARKS or any(found["f_string"] for found in texts):
         return None
     try:
         node = ast.parse(text.strip(), mode="eval").body
