@@ -29,6 +29,8 @@ from loraplex.adapters.journal.tenant_rows import (
     USAGE_TABLE,
     is_revision,
     read_tenant_rows,
+    sealed,
+    take_checksum,
 )
 from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.errors import (
@@ -180,9 +182,8 @@ class TenantStore:
         unload, and its name is never given again. Raises TenantNotFoundError."""
         with self._change() as connection:
             tenant = _living(connection, name)
-            connection.execute(
-                TENANTS_TABLE.update().where(TENANTS_TABLE.c.name == name).values(deleted_time=self._clock())
-            )
+            row = _tenant_row(tenant, self._clock())
+            connection.execute(TENANTS_TABLE.update().where(TENANTS_TABLE.c.name == name).values(row))
             connection.execute(SHARES_TABLE.delete().where(SHARES_TABLE.c.tenant == name))
         return replace(tenant, is_deleted=True)
 
@@ -214,7 +215,8 @@ class TenantStore:
             key = Key(digest[:8], tenant, role, label, self._clock())
             row = {"digest": digest, "role": role.value, "revoked_time": None}
             named = ("key_id", "tenant", "label", "created_time")
-            connection.execute(KEYS_TABLE.insert(), row | {each: getattr(key, each) for each in named})
+            row |= {each: getattr(key, each) for each in named}
+            connection.execute(KEYS_TABLE.insert(), sealed("tenant_keys", row))
         return key, secret
 
     def revoke_key(self, key_id: str) -> Key:
@@ -224,9 +226,11 @@ class TenantStore:
             row = connection.execute(sa.select(KEYS_TABLE).where(is_it)).mappings().first()
             if row is None:
                 raise TenantNotFoundError(f"there is no key {shown(key_id)}; `loraplex key list` has their ids")
-            is_open = KEYS_TABLE.c.revoked_time.is_(None)
-            connection.execute(KEYS_TABLE.update().where(is_it, is_open).values(revoked_time=self._clock()))
-            return replace(_key(row), is_revoked=True)
+            key = _key(_sound(KEYS_TABLE, row))
+            if not key.is_revoked:
+                values = sealed("tenant_keys", {**_sound(KEYS_TABLE, row), "revoked_time": self._clock()})
+                connection.execute(KEYS_TABLE.update().where(is_it).values(values))
+            return replace(key, is_revoked=True)
 
     # ----------------------------------------------------------------------------------------------------------- shares
 
@@ -244,7 +248,8 @@ class TenantStore:
             connection.execute(SHARES_TABLE.delete().where(SHARES_TABLE.c.adapter == adapter))
             _check_room(connection, SHARES_TABLE, MAX_SHARES, "grants")
             if wanted:
-                connection.execute(SHARES_TABLE.insert(), [{"adapter": adapter, "tenant": each} for each in wanted])
+                rows = [sealed("tenant_shares", {"adapter": adapter, "tenant": each}) for each in wanted]
+                connection.execute(SHARES_TABLE.insert(), rows)
         return tuple(wanted)
 
     def shares(self) -> list[tuple[str, str]]:
@@ -331,7 +336,16 @@ def _living(connection: sa.Connection, name: str) -> Tenant:
     row = connection.execute(query).mappings().first()
     if row is None:
         raise TenantNotFoundError(f"there is no tenant {shown(name)}; `loraplex tenant list` has their names")
-    return _tenant(row)
+    return _tenant(_sound(TENANTS_TABLE, row))
+
+
+def _sound(table: sa.Table, row: Mapping[Any, Any]) -> dict[str, Any]:
+    """A row without its checksum. Raises JournalError for one that is not what was written."""
+    found = {str(key): value for key, value in row.items()}
+    if (wrong := take_checksum(table.name, found)) is not None:
+        text = f"a row of table {table.name} cannot be used: {wrong}"
+        raise JournalError(f"{text}; `loraplex state check` says what is damaged")
+    return found
 
 
 def _tenant(row: Any) -> Tenant:
@@ -350,14 +364,15 @@ def _tenant_or_closed(row: Any) -> Tenant:
         return Tenant(row["name"], row["created_time"], is_deleted=True)
 
 
-def _tenant_row(tenant: Tenant) -> dict[str, Any]:
-    return {
+def _tenant_row(tenant: Tenant, deleted_time: float | None = None) -> dict[str, Any]:
+    row = {
         "name": tenant.name,
         "adapter_roots": msgspec.json.encode(tenant.adapter_roots).decode(),
         "limits": msgspec.json.encode(tenant.limits.given() | tenant.service.given()).decode(),
         "created_time": tenant.created_time,
-        "deleted_time": None,
+        "deleted_time": deleted_time,
     }
+    return sealed("tenants", row)
 
 
 def _key(row: Any) -> Key:

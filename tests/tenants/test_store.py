@@ -319,7 +319,6 @@ def test_a_journal_of_schema_2_gets_the_tables(state_dir: Path) -> None:
 
 
 def test_a_database_of_schema_2_gets_the_tables(database_url: str, postgres_cluster: object) -> None:
-    from loraplex.adapters.journal.postgres_journal import PostgresJournal
     from tests.postgres import Cluster
 
     assert isinstance(postgres_cluster, Cluster)
@@ -329,6 +328,39 @@ def test_a_database_of_schema_2_gets_the_tables(database_url: str, postgres_clus
     with closing(open_store(None, database_url)) as store:
         store.create_tenant("acme")
         assert store.revision() == 1
+
+
+def test_rows_of_schema_3_get_checksums(state_dir: Path) -> None:
+    key_id, _ = filled(state_dir)
+    with closing(open_store(state_dir, None)) as store:
+        before = store.read()
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute("UPDATE about SET value = '3' WHERE key = 'schema'")
+        for table in ("tenants", "tenant_keys", "tenant_shares"):
+            file.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
+    SqliteJournal(state_dir, BASE).close()
+    assert repair.check_state(state_dir).is_whole
+    with closing(open_store(state_dir, None)) as store:
+        assert store.read() == before
+        assert store.revoke_key(key_id).is_revoked
+
+
+def test_rows_of_a_database_of_schema_3_get_checksums(database_url: str, postgres_cluster: object) -> None:
+    from tests.postgres import Cluster
+
+    assert isinstance(postgres_cluster, Cluster)
+    with closing(open_store(None, database_url)) as store:
+        store.create_tenant("acme")
+        store.create_key(Role.TENANT, "acme")
+        store.share("upper", ["acme"])
+        before = store.read()
+    postgres_cluster.sql("UPDATE about SET value = '3' WHERE key = 'schema'", database_url)
+    for table in ("tenants", "tenant_keys", "tenant_shares"):
+        postgres_cluster.sql(f"ALTER TABLE {table} DROP COLUMN checksum", database_url)
+    PostgresJournal(database_url, BASE).close()
+    with closing(open_store(None, database_url)) as store:
+        assert store.read() == before
+        assert len(before.keys) == len(before.shares) == 1
 
 
 def test_a_journal_goes_on_beside_the_store(tmp_path: Path) -> None:
@@ -435,6 +467,44 @@ def test_damaged_rows_are_said_and_open_nothing(state_dir: Path, damage: str) ->
         assert table.is_configured, "the server stays closed"
         is_of_keys = "tenant_keys" in damage or "UPDATE tenants" in damage
         assert {key.key_id for key in table.keys.values()} == (set() if is_of_keys else {key_id})
+
+
+ANOTHER_ROW = [
+    "UPDATE tenant_keys SET revoked_time = NULL WHERE revoked_time IS NOT NULL",
+    "UPDATE tenant_keys SET role = 'read-only' WHERE revoked_time IS NULL",
+    "UPDATE tenant_keys SET tenant = 'acmf' WHERE revoked_time IS NULL",
+    "UPDATE tenant_keys SET checksum = '' WHERE revoked_time IS NULL",
+    "UPDATE tenant_shares SET tenant = '*'",
+    "UPDATE tenant_shares SET adapter = 'another'",
+    "UPDATE tenants SET limits = '{}'",
+    """UPDATE tenants SET adapter_roots = '["/"]'""",
+    "UPDATE tenants SET created_time = 1.0",
+]
+"""Damage whose row could be there."""
+
+
+@pytest.mark.parametrize("damage", ANOTHER_ROW)
+def test_a_row_that_was_not_written_opens_nothing(state_dir: Path, damage: str) -> None:
+    filled(state_dir)
+    with closing(open_store(state_dir, None)) as store:
+        before = store.read()
+        with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+            assert file.execute(damage).rowcount == 1
+        after = store.read()
+        assert after.keys.items() <= before.keys.items()
+        assert after.shares.items() < before.shares.items() or after.shares == before.shares
+        assert after.tenants.keys() == before.tenants.keys()
+        if "UPDATE tenants" in damage:
+            with pytest.raises(JournalError, match="state check"):
+                store.change_tenant("acme", limits=Limits())
+            with pytest.raises(JournalError, match="state check"):
+                store.create_key(Role.TENANT, "acme")
+    [found] = repair.check_state(state_dir).damages
+    assert "checksum" in str(found)
+    repair.repair_state(state_dir)
+    assert repair.check_state(state_dir).is_whole
+    with closing(open_store(state_dir, None)) as store:
+        assert (store.read().keys, store.read().shares) == (after.keys, after.shares)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from loraplex.adapters.journal.rows import (
     raw_rows,
     version_rows,
 )
-from loraplex.adapters.journal.tables import SCHEMA_VERSION
+from loraplex.adapters.journal.tables import SCHEMA_VERSION, UPGRADES
+from loraplex.adapters.journal.tenant_rows import seal_rows
 from loraplex.adapters.registry.records import AdapterText, NameChange, NameRecord
 from loraplex.errors import ConfigError
 
@@ -83,7 +84,10 @@ def make_tables(connection: sa.Connection, base_model: str, place: str) -> None:
     if not known and connection.execute(sa.select(NAMES_TABLE.c.name).limit(1)).first() is None:
         known = {"schema": SCHEMA_VERSION, "base_model": base_model, "last_adapter_id": "0", "sequence": "0"}
         connection.execute(ABOUT_TABLE.insert(), [{"key": key, "value": value} for key, value in known.items()])
-    if known.get("schema") == "2":  # the tables of tenants are made by now
+    if known.get("schema") in ("2", "3"):  # the tables of tenants are made by now
+        for statement in UPGRADES[known["schema"]]:
+            connection.exec_driver_sql(statement)
+        seal_rows(connection)
         known["schema"] = SCHEMA_VERSION
         connection.execute(ABOUT_TABLE.update().where(ABOUT_TABLE.c.key == "schema").values(value=SCHEMA_VERSION))
     connection.exec_driver_sql("COMMIT")

@@ -28,12 +28,16 @@ from loraplex.adapters.journal.rows import (
     raw_rows,
     version_rows,
 )
-from loraplex.adapters.journal.tenant_rows import REVISION, TenantRows, read_tenant_rows
+from loraplex.adapters.journal.tenant_rows import ADD_CHECKSUMS, REVISION, TenantRows, read_tenant_rows, seal_rows
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.errors import ConfigError
 
-SCHEMA_VERSION = "3"
-UPGRADES = {"1": ("ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'",), "2": ()}
+SCHEMA_VERSION = "4"
+UPGRADES = {
+    "1": ("ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'",),
+    "2": (),
+    "3": ADD_CHECKSUMS,
+}
 """Schema to what makes it the present one: a registry without a history takes the order of what is kept. Tables that
 are missing, those of tenants in 2, are made before."""
 
@@ -160,6 +164,7 @@ class JournalTables:
                 )
                 for statement in UPGRADES[about["schema"]]:
                     connection.exec_driver_sql(statement)
+                seal_rows(connection)
                 about["schema"] = SCHEMA_VERSION
             connection.commit()
             self._damages += schema_damages(connection)

@@ -1,11 +1,13 @@
 """Rows of tenants in the journal's database: their tables, what is wrong with them, and a repair's copy of them.
 
 The tables are made with the journal's own. `about` has the number of the last change under `REVISION`; while it is
-missing the server has no tenants and asks for no key of theirs.
+missing the server has no tenants and asks for no key of theirs. Rows that decide what a key opens have a checksum: one
+that damage made of another opens nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,11 @@ from loraplex.adapters.journal.rows import ABOUT_TABLE, SCHEMA, raw, raw_rows
 
 REVISION = "tenants"
 
+
+def _checksum_column() -> sa.Column[str]:
+    return sa.Column("checksum", sa.Text, nullable=False)
+
+
 TENANTS_TABLE = sa.Table(
     "tenants",
     SCHEMA,
@@ -28,6 +35,7 @@ TENANTS_TABLE = sa.Table(
     sa.Column("limits", sa.Text, nullable=False),  # JSON: numbers by name, of its service level too
     sa.Column("created_time", sa.Float, nullable=False),
     sa.Column("deleted_time", sa.Float),
+    _checksum_column(),
 )
 KEYS_TABLE = sa.Table(
     "tenant_keys",
@@ -39,12 +47,14 @@ KEYS_TABLE = sa.Table(
     sa.Column("label", sa.Text, nullable=False),
     sa.Column("created_time", sa.Float, nullable=False),
     sa.Column("revoked_time", sa.Float),
+    _checksum_column(),
 )
 SHARES_TABLE = sa.Table(
     "tenant_shares",
     SCHEMA,
     sa.Column("adapter", sa.Text, primary_key=True),
     sa.Column("tenant", sa.Text, primary_key=True),  # `*`: all of them
+    _checksum_column(),
 )
 USAGE_COUNTS = ("requests", "errors", "prompt_tokens", "cached_tokens", "generated_tokens")
 USAGE_TABLE = sa.Table(
@@ -57,6 +67,10 @@ USAGE_TABLE = sa.Table(
     *(sa.Column(name, sa.BigInteger, nullable=False) for name in USAGE_COUNTS),
     sa.Column("waiting_s", sa.Float, nullable=False),
 )
+
+_SEALED = (TENANTS_TABLE, KEYS_TABLE, SHARES_TABLE)
+ADD_CHECKSUMS = tuple(f"ALTER TABLE {each.name} ADD COLUMN checksum TEXT NOT NULL DEFAULT ''" for each in _SEALED)
+"""To the tables of an older schema; `seal_rows` gives their rows theirs."""
 
 _REVISION = re.compile(r"[1-9][0-9]{0,15}")
 
@@ -125,7 +139,23 @@ class TenantRows:
             connection.execute(ABOUT_TABLE.insert(), {"key": REVISION, "value": self.revision})
         for name, rows in self.rows.items():
             if rows:
-                connection.execute(SCHEMA.tables[name].insert(), [dict(row) for row in rows])
+                connection.execute(SCHEMA.tables[name].insert(), [sealed(name, row) for row in rows])
+
+
+def sealed(table: str, row: Row) -> dict[str, Any]:
+    """The row as it is written, with its checksum where its table has one."""
+    has_checksum = "checksum" in SCHEMA.tables[table].columns
+    return {**row, "checksum": _checksum(row, ROW_KINDS[table])} if has_checksum else dict(row)
+
+
+def seal_rows(connection: sa.Connection) -> None:
+    """Rows that have no checksum yet, and can be used, get theirs."""
+    for table in _SEALED:
+        for row in map(dict, raw_rows(connection, sa.select(*raw(table)).where(table.c.checksum == ""))):
+            del row["checksum"]
+            if _fault(row, ROW_KINDS[table.name]) is None:
+                is_it = sa.and_(*(column == row[column.name] for column in table.primary_key))
+                connection.execute(table.update().where(is_it).values(checksum=sealed(table.name, row)["checksum"]))
 
 
 def is_revision(found: object) -> bool:
@@ -142,12 +172,12 @@ def read_tenant_rows(connection: sa.Connection, *, with_usage: bool = False) -> 
     if found is not None and not is_revision(found):
         damages.append(Damage(None, "the number of the last change of its tenants is none from 1 on"))
         found = "1"  # there were tenants: the server stays closed
-    for name, kind in ROW_KINDS.items():
+    for name in ROW_KINDS:
         rows[name] = []
         if name == USAGE_TABLE.name and not with_usage:
             continue
-        for row in raw_rows(connection, sa.select(*raw(SCHEMA.tables[name]))):
-            wrong = _fault(row, kind)
+        for row in map(dict, raw_rows(connection, sa.select(*raw(SCHEMA.tables[name])))):
+            wrong = take_checksum(name, row)
             if wrong is None:
                 rows[name].append(row)
             else:
@@ -162,6 +192,15 @@ def read_tenant_rows(connection: sa.Connection, *, with_usage: bool = False) -> 
         damages.append(Damage(None, "it has tenants, and no number of their last change"))
         found = "1"
     return TenantRows(found, rows, tuple(damages))
+
+
+def take_checksum(table: str, row: dict[str, Any]) -> str | None:
+    """Takes it off the row; what is wrong with the row."""
+    checksum = row.pop("checksum", None)
+    wrong = _fault(row, ROW_KINDS[table])
+    if wrong is None and checksum != sealed(table, row).get("checksum"):
+        return "it is not what was written: its checksum is another one's"
+    return wrong
 
 
 _CLOSED: Row = {"adapter_roots": "[]", "limits": "{}", "created_time": 0.0, "deleted_time": 0.0}
@@ -185,6 +224,12 @@ def _fault(row: Row, kind: type[msgspec.Struct]) -> str | None:
     except (msgspec.MsgspecError, UnicodeError) as error:
         return str(error)[:200]
     return None
+
+
+def _checksum(row: Row, kind: type[msgspec.Struct]) -> str:
+    """Half of the sha256 of the row's values as JSON, in the order of the table's columns."""
+    values = msgspec.structs.astuple(msgspec.convert(dict(row), kind))
+    return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:32]
 
 
 def _shown(row: Row) -> str:
