@@ -17,6 +17,28 @@ namespace {
 
 constexpr long kBlock = 1024;  // tokens between two reductions of a vector
 
+// ---- masks of grammars
+
+// What eight bits of a mask add to their logits.
+struct BitBias {
+  alignas(32) float of[256][8];
+  BitBias() {
+    for (int byte = 0; byte < 256; byte++)
+      for (int bit = 0; bit < 8; bit++) of[byte][bit] = byte >> bit & 1 ? 0.0f : -INFINITY;
+  }
+};
+
+void mask_row(float* x, long size, const uint8_t* bits, long num_bits) {
+  static const BitBias bias;
+  const long known = std::min(size, num_bits), whole = known / 8 * 8;
+  for (long k = 0; k < whole; k += 8) {
+    const float* add = bias.of[bits[k / 8]];
+    for (long c = 0; c < 8; c++) x[k + c] += add[c];
+  }
+  for (long k = whole; k < known; k++) x[k] += bias.of[bits[k / 8]][k % 8];
+  for (long k = known; k < size; k++) x[k] += -INFINITY;
+}
+
 // ---- the largest value
 
 float block_max(const float* x, long count, Vec16& poison) {  // passes over NaN; `poison` becomes NaN for NaN and Inf
@@ -36,6 +58,16 @@ float block_max(const float* x, long count, Vec16& poison) {  // passes over NaN
   return best;
 }
 
+bool has_nan(const float* x, long size) {
+  uint32_t found = 0;
+  for (long k = 0; k < size; k++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + k, sizeof bits);
+    found |= (bits & 0x7fffffffu) > 0x7f800000u;
+  }
+  return found != 0;
+}
+
 // The first token of the order; the first NaN where there is one.
 long first_largest(const float* x, long size) {
   float best = -INFINITY;
@@ -45,7 +77,7 @@ long first_largest(const float* x, long size) {
     const float value = block_max(x + k, std::min(kBlock, size - k), poison);
     if (value > best) best = value, start = k;
   }
-  if (std::isnan(sum_lanes(poison))) {
+  if (std::isnan(sum_lanes(poison)) && has_nan(x, size)) {  // masked rows have -Inf
     for (long k = 0; k < size; k++)
       if (std::isnan(x[k])) return k;
   }
@@ -255,13 +287,16 @@ LORAPLEX_API void loraplex_top_k(const float* x, int64_t x_stride, int64_t rows,
            [=](long r) { first_k(x + r * x_stride, size, k, ids + r * k, values + r * k); });
 }
 
-// z = (x - top) / temperature, z [rows, size] dense.
+// z = (x - top) / temperature, z [rows, size] dense, and at least -80: the weight of what is less is 0 all the same,
+// since scale * exp(-80) < 1, and torch takes four times as long for an exponential that underflows. NaN stays.
 LORAPLEX_API void loraplex_scale_logits(const float* x, int64_t x_stride, int64_t rows, int64_t size, const float* top,
                                         const float* temperature, float* z, int32_t threads) {
   for_rows(rows, rows * size, threads, [=](long r) {
-    const Vec16 minus = set1(top[r]), by = set1(temperature[r]);
-    for (long k = 0; k < size; k += 16)
-      store_first(z + r * size + k, div(sub(load_first(x + r * x_stride + k, size - k), minus), by), size - k);
+    const Vec16 minus = set1(top[r]), by = set1(temperature[r]), least = set1(-80);
+    for (long k = 0; k < size; k += 16) {
+      const Vec16 scaled = div(sub(load_first(x + r * x_stride + k, size - k), minus), by);
+      store_first(z + r * size + k, max(least, scaled), size - k);
+    }
   });
 }
 
@@ -285,6 +320,14 @@ LORAPLEX_API void loraplex_keep_prefix(const float* x, int64_t x_stride, float* 
 LORAPLEX_API void loraplex_log_sum_exp(const float* x, int64_t x_stride, int64_t rows, int64_t size, double* out,
                                        int32_t threads) {
   for_rows(rows, 4 * rows * size, threads, [=](long r) { out[r] = log_sum_exp(x + r * x_stride, size); });
+}
+
+LORAPLEX_API void loraplex_mask_logits(float* x, int64_t x_stride, int64_t size, const int64_t* rows,
+                                       const int32_t* bitmask, int64_t num_rows, int64_t num_words, int32_t threads) {
+  for_rows(num_rows, num_rows * size, threads, [=](long r) {
+    const auto* bits = reinterpret_cast<const uint8_t*>(bitmask + r * num_words);
+    mask_row(x + rows[r] * x_stride, size, bits, 32 * num_words);
+  });
 }
 
 LORAPLEX_API void loraplex_ranks(const float* x, int64_t x_stride, int64_t rows, int64_t size, const int64_t* token_ids,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
-from loraplex.cpu import CpuMeter, CpuUse
+from loraplex.cpu import CpuMeter, CpuUse, cpu_limit
 from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logit_segments, route_of, sole_content
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
@@ -168,6 +168,8 @@ class ModelRunner:
         self._is_timing_device = False
         self._cpu = CpuMeter()
         self._has_own_threads = model.cpu_use(CpuUse()).num_threads > 0
+        is_beside_host = kv.device.type != "cpu"
+        self._leaves_core_free = is_beside_host or torch.get_num_threads() < cpu_limit().num_threads
 
     @property
     def device(self) -> torch.device:
@@ -374,7 +376,7 @@ class ModelRunner:
             return None
         states = [each if isinstance(each, GrammarState) else None for each in found]
         is_alone = len(plan.sequences) == len(states) - states.count(None)
-        return _Masks(self._grammars.begin_masks(states), states, is_alone)
+        return _Masks(self._grammars.begin_masks(states, is_core_free=self._leaves_core_free), states, is_alone)
 
     def _draw(
         self, logits: torch.Tensor, sampled: Sequence[ScheduledSequence], rows: Sequence[SamplingRow]

@@ -159,7 +159,7 @@ class Sampler:
         )
         with torch.inference_mode():
             logits = logits.float().contiguous()
-            mask_logits(logits, batch)
+            mask_logits(self.ops, logits, batch)
             draw = self._draw_beside_host if device_ranking.runs_beside_host(logits) else self._draw_and_wait
             return draw(logits, batch)
 

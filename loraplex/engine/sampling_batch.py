@@ -23,13 +23,9 @@ from torch import Tensor
 
 from loraplex.core import SamplingParams
 from loraplex.kernels.device_copies import upload
+from loraplex.kernels.protocols import SamplingOps
 
 _LARGEST = torch.finfo(torch.float32).max
-_BIAS_OF_BYTE = torch.from_numpy(
-    np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
-).float()
-"""[256, 8]: what eight bits of a mask add to their logits."""
-
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
@@ -173,8 +169,8 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def mask_logits(logits: Tensor, batch: SamplingBatch) -> None:
-    """logits [n, V] += 0 where a row's mask allows a token, -inf elsewhere; NaN and +Inf of a model stay to be seen."""
+def mask_logits(ops: SamplingOps, logits: Tensor, batch: SamplingBatch) -> None:
+    """Rows of logits [n, V] that have a mask get -inf where it does not allow a token; in place."""
     rows = [i for i, row in enumerate(batch.rows) if row.mask is not None]
     if not rows:
         return
@@ -184,10 +180,7 @@ def mask_logits(logits: Tensor, batch: SamplingBatch) -> None:
         mask = batch.rows[i].mask
         assert mask is not None
         known[: len(mask)] = mask[: len(known)]
-    data = upload(words.view(np.uint8).astype(np.int32), logits.device)
-    bias = torch.nn.functional.embedding(data, _BIAS_OF_BYTE.to(logits.device)).view(len(rows), -1)[:, :vocab_size]
-    for line, i in zip(bias, rows, strict=True):
-        logits[i].add_(line)
+    ops.mask_logits(logits, torch.tensor(rows), upload(words, logits.device))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 NATIVE_OPERATORS = (
     *("add_lora", "add_rms_norm", "linear", "paged_attention", "rms_norm", "rotary_write_kv", "scale_input"),
     *("silu_mul", "invert_cdf", "keep_nucleus", "log_sum_exp", "ordered_top_k", "row_argmax", "token_ranks"),
-    *("token_weights", "layer_norm", "add_scaled", "gelu", "experts", "add_gated"),
+    *("token_weights", "layer_norm", "add_scaled", "gelu", "experts", "add_gated", "mask_logits"),
 )
 """What has kernels in loraplex/kernels/native."""
 

@@ -318,6 +318,14 @@ class AdapterPacking(Protocol):
 class SamplingOps(Protocol):
     """From logits to tokens (token_ranking.py)."""
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """logits [n, V] float32, in place: row rows[i] += 0 where bit b of bitmask[i, w] allows token 32 w + b, and
+        -inf where not, so NaN and +Inf of a model stay to be seen. Tokens behind the bitmask's end are not allowed.
+
+        rows: distinct, int64 [m] on the host; bitmask: int32 [m, W] on the device of the logits.
+        """
+        ...
+
     def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN is the largest."""
         ...

@@ -478,6 +478,13 @@ class ReferenceBackend(StockPacking, StockWeights):
         values, ids = self.ordered_top_k(x, 1)
         return ids[:, 0], values[:, 0]
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
+        bits = (bitmask[:, :, None] >> torch.arange(32, device=bitmask.device) & 1).bool().flatten(1)
+        for row, is_allowed in zip(rows.tolist(), bits, strict=True):
+            bias = torch.full_like(logits[row], -torch.inf)
+            bias[: len(is_allowed)][is_allowed[: len(bias)]] = 0.0
+            logits[row] += bias
+
     def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[:, :k], ids[:, :k]

@@ -16,6 +16,10 @@ from torch import Tensor
 from loraplex.kernels import device_ranking
 
 _BLOCK = 128
+_BIAS_OF_BYTE = torch.from_numpy(
+    np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+).float()
+"""[256, 8]: what eight bits of a mask add to their logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,15 @@ class WeightRule:
     def of(self, values: Tensor) -> Tensor:
         """floor(scale * exp((values - top) / temperature)), float32 like values [m, k]."""
         return (values - self.top).div_(self.temperature).exp_().mul_(self.scale).floor_()
+
+
+def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """Row rows[i] of logits [n, V] += 0 where bitmask [m, W] allows a token, -inf elsewhere; in place."""
+    bits = bitmask.view(torch.uint8).int()
+    bias = torch.nn.functional.embedding(bits, _BIAS_OF_BYTE.to(logits.device)).view(len(rows), -1)
+    for row, line in zip(rows.tolist(), bias[:, : logits.shape[1]], strict=True):
+        logits[row, : len(line)] += line
+        logits[row, len(line) :] += -torch.inf
 
 
 def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,6 +179,7 @@ def token_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
 class StockSampling:
     """The operators of the sampler as a backend has them."""
 
+    mask_logits = staticmethod(mask_logits)
     row_argmax = staticmethod(row_argmax)
     ordered_top_k = staticmethod(ordered_top_k)
     token_weights = staticmethod(token_weights)

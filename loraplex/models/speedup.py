@@ -224,7 +224,10 @@ def _sampling_cases(ops: KernelBackend, shapes: KernelShapes, inputs: _Inputs) -
     weights, total = ops.token_weights(logits, rule)
     uniform, token_ids, k = torch.full_like(total, 0.5), logits.argmin(-1), min(20, vocab_size)
     shape = f"{rows} x {vocab_size}"
+    all_rows, bitmask = torch.arange(rows), torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+    bitmask = bitmask.to(logits.device)
     return {
+        "mask_logits": _Case(shape, lambda: ops.mask_logits(logits, all_rows, bitmask)),
         "row_argmax": _Case(shape, lambda: ops.row_argmax(logits)),
         "ordered_top_k": _Case(f"{shape}, k = {k}", lambda: ops.ordered_top_k(logits, k)),
         "token_weights": _Case(shape, lambda: ops.token_weights(logits, rule)),

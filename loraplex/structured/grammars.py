@@ -41,6 +41,9 @@ MIN_WAIT_S, MAX_WAIT_S = 0.002, 0.01
 """Of a step for masks when its forward pass is launched, or has ended on a CPU: as long again as that took. Rows whose
 mask is late sit the step out."""
 
+QUICK_MASK_CPU_S = 0.001
+"""A request whose masks have all taken less, as nearly all do, may have the next one made before the forward pass."""
+
 TOKENS_AT_ONCE = 8
 """Of an output that a request brings, between two chances for other threads."""
 
@@ -108,10 +111,17 @@ class GrammarState:
         self._future = matcher
         self._clock = clock
         self._eos_token_ids = tuple(eos_token_ids)
+        self._least_words = 1 + max(eos_token_ids, default=0) // _WORD_BITS
         self._words: Words | None = None
+        self._slowest_s = 0.0
         self.num_waits = 0
         self.is_complete = False
         self.error: InvalidRequestError | None = None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it had masks, which took less than QUICK_MASK_CPU_S each."""
+        return 0.0 < self._slowest_s < QUICK_MASK_CPU_S
 
     def is_ready(self) -> bool:
         """Whether it is compiled. Raises InvalidRequestError for what cannot be."""
@@ -154,7 +164,7 @@ class GrammarState:
 
     def _filled(self, vocab_size: int) -> Words:
         num_words = vocab_size // _WORD_BITS + 1  # with the token that stands for the end
-        words = np.zeros(max(num_words, 1 + max(self._eos_token_ids, default=0) // _WORD_BITS), np.int32)
+        words = np.zeros(max(num_words, self._least_words), np.int32)
         matcher = self._future.result()
         began_s = self._clock()
         can_end = False
@@ -162,9 +172,11 @@ class GrammarState:
             with self._guarded():
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * num_words)
                 can_end = matcher.is_accepting()
+                took_s = self._clock() - began_s
+                self._slowest_s = max(self._slowest_s, took_s)
                 if matcher.is_error():
                     self.error = _wrong(matcher.get_error())
-                elif self._clock() - began_s > MAX_MASK_CPU_S:
+                elif took_s > MAX_MASK_CPU_S:
                     text = "it takes too long to find the tokens that may follow: make it simpler"
                     self.error = _wrong(text)
         if self.error is not None:
@@ -182,7 +194,9 @@ class StepMasks:
     """The masks of one step, which `make` fills in one thread while another runs the model and then takes those that
     are there. A row whose mask is late sits the step out, so no grammar holds up other rows for longer than is said.
 
-    It waits as long for masks as it took since they were begun, within MIN_WAIT_S and MAX_WAIT_S.
+    Where the forward pass takes all cores, a thread beside it costs more than its own time: masks that have always been
+    quick are made before it (`make_quick`). It waits as long for masks as it took since they were begun, within
+    MIN_WAIT_S and MAX_WAIT_S.
     One mask of each client comes before the second of any; of one client's, those that waited longest.
     """
 
@@ -195,26 +209,41 @@ class StepMasks:
         self._made = threading.Condition()
         self._began_s = time.monotonic()
 
-    def make(self) -> None:
-        for row in self._turns():
-            state = self._states[row]
-            if state is None or self._is_over:
-                return
-            try:
-                words = state.fill(self._vocab_size)
-            except Exception as error:  # no memory, say
-                state.error, words = _wrong(f"its mask cannot be made: {type(error).__name__}"), np.zeros(0, np.int32)
-            with self._made:
-                self._masks[row] = words
-                self._num_left -= 1
-                self._made.notify()
+    def make_quick(self) -> None:
+        """Those of quick requests, in this thread, until MIN_WAIT_S has passed: `make` is for what is left. One that
+        takes longer than it ever did holds the step up once: its request is not quick any more."""
+        ends_s = self._began_s + MIN_WAIT_S
+        for row, state in self._turns():
+            if state.is_quick and time.monotonic() < ends_s:
+                self._make(row, state)
 
-    def _turns(self) -> list[int]:
+    @property
+    def are_made(self) -> bool:
+        return not self._num_left
+
+    def make(self) -> None:
+        for row, state in self._turns():
+            if self._is_over:
+                return
+            if self._masks[row] is None:
+                self._make(row, state)
+
+    def _make(self, row: int, state: GrammarState) -> None:
+        try:
+            words = state.fill(self._vocab_size)
+        except Exception as error:  # no memory, say
+            state.error, words = _wrong(f"its mask cannot be made: {type(error).__name__}"), np.zeros(0, np.int32)
+        with self._made:
+            self._masks[row] = words
+            self._num_left -= 1
+            self._made.notify()
+
+    def _turns(self) -> list[tuple[int, GrammarState]]:
         rows = [(state, row) for row, state in enumerate(self._states) if state is not None]
-        turn_of: dict[int, int] = {}
+        turn_of: dict[tuple[int, GrammarState], int] = {}
         num_of: Counter[Hashable] = Counter()
         for state, row in sorted(rows, key=lambda each: -each[0].num_waits):
-            turn_of[row] = num_of[state.client]
+            turn_of[row, state] = num_of[state.client]
             num_of[state.client] += 1
         return sorted(turn_of, key=turn_of.__getitem__)
 
@@ -397,10 +426,13 @@ class GrammarCompiler:
 
     # ------------------------------------------------------------------------------------------------------------ masks
 
-    def begin_masks(self, states: Sequence[GrammarState | None]) -> StepMasks:
-        """Of each request of a step that has a grammar."""
+    def begin_masks(self, states: Sequence[GrammarState | None], *, is_core_free: bool = True) -> StepMasks:
+        """Of each request of a step that has a grammar. is_core_free: the forward pass leaves one to the threads."""
         masks = StepMasks(states, self.vocab_size)
-        self._mask_thread.submit(masks.make)
+        if not is_core_free:
+            masks.make_quick()
+        if not masks.are_made:
+            self._mask_thread.submit(masks.make)
         return masks
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from loraplex import StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
 from loraplex.structured import grammars
-from loraplex.structured.grammars import GrammarCompiler, GrammarState, Words
+from loraplex.structured.grammars import GrammarCompiler, GrammarState, StepMasks, Words
 from loraplex.structured.params import MAX_CHOICES
 
 SPECIAL = (b"<s>", b"</s>")
@@ -310,6 +310,29 @@ def test_late_masks_are_left_out_and_what_is_left_is_not_made(compiler: GrammarC
     may.set()
     assert compiler.begin_masks([states[0]]).take(is_alone=True)[0] is not None
     assert made == ["quick", "slow", "quick"]
+
+
+def test_quick_masks_are_made_before_the_forward_pass_where_it_takes_all_cores(compiler: GrammarCompiler) -> None:
+    matcher = started(compiler, regex="[a-z]{400}")._future
+    clocks = Clock(0.0001), Clock(0.002), Clock(0.0001)
+    quick, slow, new = (GrammarState(matcher, (EOS,), None, clock) for clock in clocks)
+    for state in (quick, slow):
+        state.fill(compiler.vocab_size)
+        state._words = None
+    masks = StepMasks([quick, slow, new], compiler.vocab_size)
+    masks.make_quick()
+    assert [mask is not None for mask in masks._masks] == [True, False, False]
+    masks.make()
+    assert masks.are_made
+    first, *others = masks.take(is_alone=True)
+    assert first is not None
+    assert all(mask is not None and np.array_equal(mask, first) for mask in others)
+    clocks[0].look_s = 0.002  # one that takes longer is made, and is the last
+    quick._words = None
+    for is_made in (True, False):
+        masks = StepMasks([quick], compiler.vocab_size)
+        masks.make_quick()
+        assert masks.are_made is is_made
 
 
 def test_a_step_of_late_masks_alone_waits_for_one(compiler: GrammarCompiler) -> None:

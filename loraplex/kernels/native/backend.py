@@ -327,6 +327,9 @@ class NativeBackend(TorchBackend):
     def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampling.row_argmax(self.library, x, self.num_threads)
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
+        sampling.mask_logits(self.library, logits, rows, bitmask, self.num_threads)
+
     def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         return sampling.ordered_top_k(self.library, x, k, self.num_threads)
 

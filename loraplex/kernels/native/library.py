@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
@@ -67,6 +67,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_invert_cdf": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "loraplex_keep_prefix": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _INT),
     "loraplex_log_sum_exp": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
+    "loraplex_mask_logits": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _INT),
     "loraplex_ranks": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_checksums": (_POINTER, _POINTER, _LONG, _POINTER),
     "loraplex_team_stats": (_POINTER,),

@@ -17,6 +17,24 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def mask_logits(
+    library: NativeLibrary, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor, num_threads: int
+) -> None:
+    """Row rows[i] of logits [n, V] += 0 where bitmask [m, W] allows a token, -inf elsewhere; in place."""
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())  # noqa: PT018
+    assert (rows.dtype, bitmask.dtype) == (torch.int64, torch.int32)
+    rows, bitmask = rows.contiguous(), bitmask.contiguous()
+    library.functions.loraplex_mask_logits(
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
+        rows.data_ptr(),
+        bitmask.data_ptr(),
+        *bitmask.shape,
+        num_threads,
+    )
+
+
 def row_argmax(library: NativeLibrary, x: torch.Tensor, num_threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row of x [n, V]: the first id of the largest value (NaN counts as largest) and that value."""
     x = _rows(x)

@@ -121,7 +121,10 @@ def _experts(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 def _ranking(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     logits = (8 * _draw(2, 3001)).round() / 2  # with ties
     ids, top = sampling.row_argmax(library, logits, 1)
+    masked, bitmask = logits.clone(), torch.arange(90, dtype=torch.int32)[None] * 0x01234567  # it ends before the rows
+    sampling.mask_logits(library, masked, torch.tensor([1]), bitmask, 1)
     return (
+        masked,
         ids,
         top,
         *sampling.ordered_top_k(library, logits, 50, 1),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from loraplex.engine.sampler import Sampler, SamplingRow
 from loraplex.kernels.native.backend import NativeBackend
+from loraplex.kernels.reference import ReferenceBackend
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from tests.engine.test_sampler import normal_logits, params_strategy, row
@@ -71,6 +72,23 @@ def all_ops(ops: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     ids, top = ops.row_argmax(x)
     ranks = ops.token_ranks(x, ids // 2)
     return weights, total, nucleus, drawn, ids, top, ranks, *ops.ordered_top_k(x, min(40, x.shape[1]))
+
+
+@pytest.mark.parametrize("num_words", [1, 3, 40])
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_a_mask_is_that_of_its_definition(native: NativeBackend, vocab_size: int, num_words: int) -> None:
+    x = values_of("normal", 4, vocab_size)
+    x[1, 0], x[1, -1], x[3, 0] = torch.nan, torch.inf, -0.0
+    bits = np.random.default_rng(vocab_size).integers(-(2**31), 2**31, (2, num_words))
+    rows, bitmask = torch.tensor([3, 1]), torch.from_numpy(bits.astype(np.int32))
+    expected = x.clone()
+    ReferenceBackend().mask_logits(expected, rows, bitmask)
+    assert same_bits(expected[[0, 2]], x[[0, 2]]), "no mask"
+    for ops in (native, TORCH):
+        got = x.clone()
+        ops.mask_logits(got, rows, bitmask)
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert same_bits(got.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 # ---------------------------------------------------------------------------------------------- as stock torch does it
