@@ -11,12 +11,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from loraplex.errors import (
     AdapterError,
@@ -29,6 +28,9 @@ from loraplex.errors import (
     TenantLimitError,
     sendable,
 )
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 INTERNAL_MESSAGE = "the server made a mistake; its log has the details under this request's id"
 CLIENT_CLOSED_REQUEST = 499
@@ -130,6 +132,8 @@ def error_response(error: Exception, headers: dict[str, str] | None = None, body
 
 def add_error_handlers(app: FastAPI) -> None:
     """Give every error of a route this one form. `urls.KnownUrls` has 404 and 405, `request_id` the unforeseen."""
+    from fastapi.exceptions import RequestValidationError
+
     app.add_exception_handler(LoraplexError, _answer)
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
@@ -141,6 +145,8 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 async def _answer_validation(request: Request, error: Exception) -> Response:
     """A query parameter or path of the wrong form."""
+    from fastapi.exceptions import RequestValidationError
+
     assert isinstance(error, RequestValidationError)
     unknown = [str(item["loc"][-1]) for item in error.errors() if item["type"] == "extra_forbidden"]
     if unknown:

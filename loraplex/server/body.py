@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
 from pydantic import ValidationError
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from loraplex.bounds.json_size import MAX_LONG_NUMBERS, Excess, excess_of
 from loraplex.server.api_error import ApiError, clipped, validation_error

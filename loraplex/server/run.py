@@ -19,21 +19,22 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import uvicorn
 
 from loraplex import logs
 from loraplex.errors import LoraplexError
-from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Connections, Slot
-from loraplex.server.context import ServerContext
-from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
 from loraplex.server.listener import Listener, bind, max_connections, raise_descriptor_limit
 from loraplex.server.telemetry.tracing import check_tracing
 from loraplex.server.tls import tls_context
+
+if TYPE_CHECKING:
+    from loraplex.server.context import ServerContext
+    from loraplex.server.engine_surface import EngineSurface
 
 _log = logging.getLogger("loraplex.server")
 
@@ -52,7 +53,7 @@ LAST_WORDS_S = 5.0
 FORCED_WORDS_S = 0.5
 """The same after a second signal, and when these are over."""
 
-StartEngine = Callable[[], Awaitable[EngineSurface]]
+StartEngine = Callable[[], Awaitable["EngineSurface"]]
 
 
 class Served(Protocol):
@@ -131,6 +132,8 @@ def make_server(
     engine: EngineSurface, config: ServerConfig, on_ready: Callable[[ServerContext], None]
 ) -> DrainingServer:
     """A server for an event loop of the caller's: run its `serve(sockets=[...])`, end it with `stop()`."""
+    from loraplex.server.app import create_app
+
     app = create_app(engine, config)
     context: ServerContext = app.state.context
     protocol = bounded_http_protocol(config, context.connections, context.keys.admitted)
@@ -231,7 +234,7 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
         lambda: starting.cancel() if len(received) == 1 else None, received
     ):  # what it clears up is not called off
         try:
-            engine, _ = await asyncio.gather(starting, _import_makers(config))
+            engine, _ = await asyncio.gather(starting, _import_rest(config))
         except asyncio.CancelledError:
             if not received:
                 raise
@@ -242,8 +245,10 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
         await engine.shutdown()
 
 
-async def _import_makers(config: ServerConfig) -> None:
-    """What plans of merges need is there before requests come: torch keeps the interpreter for a second."""
+async def _import_rest(config: ServerConfig) -> None:
+    """The application, while the engine starts. What plans of merges need is there before requests come, too: torch
+    keeps the interpreter for a second."""
+    await asyncio.to_thread(importlib.import_module, "loraplex.server.app")
     if output_folder(config) is not None:
         await asyncio.to_thread(importlib.import_module, "loraplex.adapters.merging.export")
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.api_error import ApiError, error_response
+
+if TYPE_CHECKING:
+    from fastapi.routing import APIRoute
 
 MAX_PATH_BYTES = 4096
 """A route with the longest name of an adapter is shorter. Every route is compared with it."""

@@ -351,3 +351,13 @@ def test_no_usual_collection_looks_at_many_objects() -> None:
     """Of half a million, which 4,000 waiting requests have, one would take 200 ms."""
     young, middle, _ = GC_THRESHOLDS
     assert young * (middle + 1) <= 50_000
+
+
+def test_the_application_is_imported_while_the_engine_starts() -> None:
+    """It takes half a second, in which the engine's process would not be there yet."""
+    code = (
+        "import sys, loraplex.server.run; print(sorted({'fastapi', 'loraplex.server.app', 'torch'} & {*sys.modules}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
