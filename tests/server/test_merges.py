@@ -113,7 +113,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 async def over(client: httpx.AsyncClient, merge_id: str) -> dict[str, Any]:
     """The job when it has ended."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             card: dict[str, Any] = (await client.get(f"/v1/merges/{merge_id}")).json()
             if card["state"] not in ("waiting", "running"):
