@@ -476,7 +476,7 @@ def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as later:
         later.setattr(journal_tables, "SCHEMA_VERSION", "99")
         SqliteJournal(tmp_path, BASE).close()
-    with pytest.raises(ConfigError, match="schema 99, this one has 3"):
+    with pytest.raises(ConfigError, match="schema 99, this one has 4"):
         SqliteJournal(tmp_path, BASE)
 
 
