@@ -19,7 +19,7 @@ from sqlalchemy import tuple_
 
 from loraplex.adapters.journal.database import Database, reason_of
 from loraplex.adapters.journal.rows import ABOUT_TABLE, NAMES_TABLE
-from loraplex.adapters.journal.tables import SCHEMA_VERSION
+from loraplex.adapters.journal.tables import SCHEMA_VERSION, engine_of
 from loraplex.adapters.journal.tenant_rows import (
     KEYS_TABLE,
     REVISION,
@@ -312,7 +312,7 @@ def _file_engine(file: Path) -> sa.Engine:
     """Raises ConfigError for what is not the plain file of a journal."""
     if file.is_symlink() or not file.is_file():
         raise ConfigError(f"{file} is not there, or is no plain file: start a server with this --state-dir once")
-    return sa.create_engine(sa.URL.create("sqlite", database=str(file)))
+    return engine_of(file)
 
 
 @contextmanager

@@ -481,6 +481,37 @@ ANOTHER_ROW = [
     "UPDATE tenants SET created_time = 1.0",
 ]
 """Damage whose row could be there."""
+NO_TEXT = [
+    "UPDATE tenant_keys SET label = CAST(x'e2' AS TEXT) WHERE revoked_time IS NULL",
+    "UPDATE tenant_keys SET label = 'a' || char(0) WHERE revoked_time IS NULL",
+    "UPDATE tenant_shares SET adapter = CAST(x'f3716c' AS TEXT)",
+    "UPDATE tenants SET limits = CAST(x'7bff7d' AS TEXT)",
+]
+
+
+@pytest.mark.parametrize("schema", ["3", SCHEMA_VERSION])
+@pytest.mark.parametrize("damage", NO_TEXT)
+def test_a_row_that_is_no_text_stops_no_other(state_dir: Path, damage: str, schema: str) -> None:
+    """Neither the start, nor a repair, nor that another key is revoked at a server that runs."""
+    filled(state_dir)
+    with closing(open_store(state_dir, None)) as store:
+        other, _ = store.create_key(Role.ADMIN)
+        with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+            assert file.execute(f"{damage}{' AND tenant IS NOT NULL' if 'label' in damage else ''}").rowcount == 1
+        before = store.read()
+        store.revoke_key(other.key_id)
+        assert other.key_id not in {key.key_id for key in store.read().keys.values()}
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        if schema == "3":
+            file.execute("UPDATE about SET value = '3' WHERE key = 'schema'")
+            for table in ("tenants", "tenant_keys", "tenant_shares"):
+                file.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
+    report = repair.check_state(state_dir)
+    assert any("not text" in str(each) for each in report.damages)
+    repair.repair_state(state_dir)
+    assert repair.check_state(state_dir).is_whole
+    with closing(open_store(state_dir, None)) as store:
+        assert store.read().keys.items() <= before.keys.items()
 
 
 @pytest.mark.parametrize("damage", ANOTHER_ROW)

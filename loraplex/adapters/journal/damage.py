@@ -86,7 +86,7 @@ def summary(damages: Sequence[Damage]) -> str:
 def name_record(row: Row, version_rows: Sequence[Row]) -> NameRecord:
     """The record of one name. Raises DamagedRecordError, which says what is wrong with it."""
     for column, value in (item for each in (row, *version_rows) for item in each.items()):
-        if isinstance(value, str) and not _is_plain_text(value):
+        if isinstance(value, str) and not is_plain_text(value):
             raise DamagedRecordError(f"its {column} is not text: it has a NUL character or is not UTF-8")
     try:
         name = msgspec.convert(dict(row), _NameRow)
@@ -141,7 +141,7 @@ def _check_versions(name: _NameRow, versions: Sequence[_VersionRow]) -> None:
         raise DamagedRecordError(f"versions {numbers[:MAX_SHOWN]} do not fit the last number {name.last_number}")
 
 
-def _is_plain_text(text: str) -> bool:
+def is_plain_text(text: str) -> bool:
     """Text that is not UTF-8 has half characters (tables.py reads it so), which no path and no name can have."""
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 

@@ -27,7 +27,7 @@ import sqlalchemy as sa
 from loraplex.adapters.journal.copies import JournalCopies, time_of
 from loraplex.adapters.journal.damage import summary
 from loraplex.adapters.journal.state_directory import StateDirectory
-from loraplex.adapters.journal.tables import DamagedJournalError, JournalTables
+from loraplex.adapters.journal.tables import DamagedJournalError, JournalTables, engine_of
 from loraplex.adapters.journal.texts import SavedTexts
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.errors import ConfigError, JournalError
@@ -123,7 +123,7 @@ class SqliteJournal:
 
     def open_state(self) -> sa.Engine:
         """Further connections to the file, for tables of others than the registry."""
-        return sa.create_engine(sa.URL.create("sqlite", database=str(self._directory.journal_file)))
+        return engine_of(self._directory.journal_file)
 
     def record(self, changes: Sequence[NameChange]) -> Future[None]:
         """As registry.Journal says. After `close` the future raises JournalError."""

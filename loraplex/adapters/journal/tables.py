@@ -49,6 +49,18 @@ _CLAUSES = re.compile(r"\b(?:CHECK|COLLATE|CONFLICT|REFERENCES|STRICT|UNIQUE|WHE
 _ADAPTER_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
+def engine_of(file: Path) -> sa.Engine:
+    """Further connections to the file of a journal, which read what is no text as the journal does."""
+    engine = sa.create_engine(sa.URL.create("sqlite", database=str(file)))
+    sa.event.listen(engine, "connect", lambda connection, _: _read_any_text(connection))
+    return engine
+
+
+def _read_any_text(connection: sqlite3.Connection) -> None:
+    """What is not UTF-8 gets half characters: one row is damaged, and others can be read."""
+    connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
+
+
 def schema_damages(connection: sa.Connection) -> tuple[Damage, ...]:
     """Objects and columns that are not of these tables, or missing: either makes a later write fail or change."""
     expected = _expected_shape()
@@ -143,7 +155,7 @@ class JournalTables:
         with self._engine.connect() as connection:
             driver = connection.connection.driver_connection
             assert isinstance(driver, sqlite3.Connection)
-            driver.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
+            _read_any_text(driver)
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
             connection.exec_driver_sql("PRAGMA synchronous=FULL")
             found = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_FOUND})").scalars().all()

@@ -17,7 +17,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Meta
 
-from loraplex.adapters.journal.damage import Count, Damage, Digest, Row, Text, Time
+from loraplex.adapters.journal.damage import Count, Damage, Digest, Row, Text, Time, is_plain_text
 from loraplex.adapters.journal.rows import ABOUT_TABLE, SCHEMA, raw, raw_rows
 
 REVISION = "tenants"
@@ -212,6 +212,9 @@ def _closed_tenant(name: str) -> Row:
 
 
 def _fault(row: Row, kind: type[msgspec.Struct]) -> str | None:
+    for column, value in row.items():
+        if isinstance(value, str) and not is_plain_text(value):
+            return f"its {column} is not text: it has a NUL character or is not UTF-8"
     try:
         made: Any = msgspec.convert(dict(row), kind)
         if kind is TenantRow:

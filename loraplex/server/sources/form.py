@@ -25,6 +25,7 @@ MAX_BYTES: Mapping[str, int | None] = {
 }
 """Files that an upload may have, and the most bytes of each; None: those of an upload."""
 
+MAX_CONTENT_TYPE_CHARS = 256
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=?-]{16,70}")
 _PLAIN = (b"", b"7bit", b"8bit", b"binary")
 
@@ -34,6 +35,8 @@ class UploadForm:
     file. Raises ApiError 400, and what `write` raises. Used by one thread at a time."""
 
     def __init__(self, content_type: str, write: Callable[[str, bytes], None]) -> None:
+        if len(content_type) > MAX_CONTENT_TYPE_CHARS:  # before it is parsed, which takes quadratic time
+            raise _wrong(f"Content-Type has more than {MAX_CONTENT_TYPE_CHARS} characters")
         boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
         if not _BOUNDARY.fullmatch(boundary):
             raise _wrong("Content-Type has no boundary of 16 to 70 characters")
