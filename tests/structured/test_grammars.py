@@ -327,6 +327,9 @@ def test_quick_masks_are_made_before_the_forward_pass_where_it_takes_all_cores(c
     first, *others = masks.take(is_alone=True)
     assert first is not None
     assert all(mask is not None and np.array_equal(mask, first) for mask in others)
+    quick.num_waits = 1  # its mask was late: the thread may be in the middle of it
+    assert not quick.is_quick
+    quick.num_waits = 0
     clocks[0].look_s = 0.002  # one that takes longer is made, and is the last
     quick._words = None
     for is_made in (True, False):
