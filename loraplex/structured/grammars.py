@@ -120,8 +120,8 @@ class GrammarState:
 
     @property
     def is_quick(self) -> bool:
-        """Whether it had masks, which took less than QUICK_MASK_CPU_S each, and none is late: the thread of the masks may
-        still be making that one."""
+        """Whether it had masks, which took less than QUICK_MASK_CPU_S each, and none is late: the thread of the masks
+        may still be making that one."""
         return 0.0 < self._slowest_s < QUICK_MASK_CPU_S and not self.num_waits
 
     def is_ready(self) -> bool:
