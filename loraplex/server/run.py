@@ -227,22 +227,24 @@ class DrainingServer(uvicorn.Server):
 
 
 async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock: socket.socket) -> int:
-    """Signals before the engine is ready end its start."""
-    starting = asyncio.ensure_future(start_engine())
+    """Signals before the engine is ready end its start, and those before the application is there the engine; one that
+    comes while it is created is `serve`'s."""
+    starting, importing = asyncio.ensure_future(start_engine()), asyncio.ensure_future(_import_rest(config))
     received: list[signal.Signals] = []
     with signals(
         lambda: starting.cancel() if len(received) == 1 else None, received
     ):  # what it clears up is not called off
         try:
-            engine, _ = await asyncio.gather(starting, _import_rest(config))
+            engine = await starting
         except asyncio.CancelledError:
             if not received:
                 raise
             return 128 + received[0]
-    try:
-        return await serve(engine, config, sock)
-    finally:
-        await engine.shutdown()
+        try:
+            await importing
+            return 128 + received[0] if received else await serve(engine, config, sock)
+        finally:
+            await engine.shutdown()
 
 
 async def _import_rest(config: ServerConfig) -> None:

@@ -70,6 +70,10 @@ _FIRST = sa.text(f"INSERT INTO about (key, value) VALUES ('{REVISION}', '0') ON 
 _NEXT = sa.text(f"UPDATE about SET value = CAST(CAST(value AS BIGINT) + 1 AS TEXT) WHERE key = '{REVISION}'")
 
 
+class _DamagedRowError(JournalError):
+    """A row that is to be changed is not what was written."""
+
+
 class TenantStore:
     """Thread-safe; every method is one transaction. Raises JournalError when the database cannot be used."""
 
@@ -90,7 +94,13 @@ class TenantStore:
         with _as_journal_errors(), self.engine.begin() as connection:
             connection.execute(_FIRST)
             connection.execute(_NEXT)
-            yield connection
+            damage = None
+            try:
+                yield connection
+            except _DamagedRowError as error:  # found before anything is changed: servers read again, and close the row
+                damage = error
+        if damage is not None:
+            raise damage
 
     def revision(self) -> int:
         """0: there was never a tenant or a key, no server has made the tables yet, or what is there is no number."""
@@ -226,11 +236,11 @@ class TenantStore:
             row = connection.execute(sa.select(KEYS_TABLE).where(is_it)).mappings().first()
             if row is None:
                 raise TenantNotFoundError(f"there is no key {shown(key_id)}; `loraplex key list` has their ids")
-            key = _key(_sound(KEYS_TABLE, row))
-            if not key.is_revoked:
-                values = sealed("tenant_keys", {**_sound(KEYS_TABLE, row), "revoked_time": self._clock()})
+            found = _sound(KEYS_TABLE, row)
+            if found["revoked_time"] is None:
+                values = sealed("tenant_keys", {**found, "revoked_time": self._clock()})
                 connection.execute(KEYS_TABLE.update().where(is_it).values(values))
-            return replace(key, is_revoked=True)
+            return replace(_key(found), is_revoked=True)
 
     # ----------------------------------------------------------------------------------------------------------- shares
 
@@ -340,11 +350,11 @@ def _living(connection: sa.Connection, name: str) -> Tenant:
 
 
 def _sound(table: sa.Table, row: Mapping[Any, Any]) -> dict[str, Any]:
-    """A row without its checksum. Raises JournalError for one that is not what was written."""
+    """A row without its checksum. Raises _DamagedRowError."""
     found = {str(key): value for key, value in row.items()}
     if (wrong := take_checksum(table.name, found)) is not None:
-        text = f"a row of table {table.name} cannot be used: {wrong}"
-        raise JournalError(f"{text}; `loraplex state check` says what is damaged")
+        text = f"a row of table {table.name} opens nothing, since it cannot be used: {wrong}"
+        raise _DamagedRowError(f"{text}; `loraplex state check` says what is damaged")
     return found
 
 

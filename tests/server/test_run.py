@@ -44,6 +44,15 @@ class Engine(FakeAsyncEngine):
         await super().shutdown()
         print("engine is shut down", flush=True)
 
+async def rest(config):
+    print("starting", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    if sys.argv[1] == "cannot import":
+        raise ImportError("no such module")
+
+if "import" in sys.argv[1]:
+    run._import_rest = rest
+
 async def start():
     how = sys.argv[1]
     if how == "fails":
@@ -261,6 +270,22 @@ def test_a_signal_ends_the_start_of_an_engine(programs: list[Program], which: si
     assert program.stdout.readline() == "starting\n"
     program.process.send_signal(which)
     assert program.end() == (128 + which, "")
+
+
+@pytest.mark.parametrize("how", ["imports slowly", "cannot import"])
+def test_an_engine_that_is_ready_before_the_application_is_ended(programs: list[Program], how: str) -> None:
+    """A signal that came meanwhile is not lost, and neither is the engine when there is no application."""
+    program = Program(how)
+    programs.append(program)
+    assert program.stdout.readline() == "starting\n"
+    if how == "imports slowly":
+        program.process.send_signal(signal.SIGTERM)
+    assert program.process.stdin is not None
+    time.sleep(0.2)  # the signal is handled before the line is read, and not only sent
+    program.process.stdin.write("\n")
+    program.process.stdin.flush()
+    assert program.stdout.readline() == "engine is shut down\n"
+    assert program.process.wait(60) == (128 + signal.SIGTERM if how == "imports slowly" else 1)
 
 
 def test_more_signals_do_not_keep_a_start_from_clearing_up(programs: list[Program]) -> None:

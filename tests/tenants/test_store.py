@@ -489,6 +489,28 @@ NO_TEXT = [
 ]
 
 
+def test_a_damaged_key_that_is_to_be_revoked_is_closed_at_servers(state_dir: Path) -> None:
+    key_id, _ = filled(state_dir)
+    with closing(TenantDirectory(open_store(state_dir, None), poll_s=600)) as directory:
+        assert key_id in {key.key_id for key in directory.table.keys.values()}
+        with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+            file.execute("UPDATE tenant_keys SET role = 'tenanu' WHERE key_id = ?", (key_id,))
+        with pytest.raises(JournalError, match="opens nothing"):
+            directory.store.revoke_key(key_id)
+        directory.refresh()
+        assert directory.table.keys == {}
+
+
+def test_rows_without_a_checksum_get_none_where_schema_3_did_not_have_them(state_dir: Path) -> None:
+    filled(state_dir)
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+        file.execute("UPDATE tenant_keys SET checksum = '', role = 'admin', tenant = NULL WHERE revoked_time IS NULL")
+        file.execute("UPDATE about SET value = '2' WHERE key = 'schema'")
+    assert not repair.check_state(state_dir).is_whole
+    with closing(open_store(state_dir, None)) as store:
+        assert store.read().keys == {}
+
+
 @pytest.mark.parametrize("schema", ["3", SCHEMA_VERSION])
 @pytest.mark.parametrize("damage", NO_TEXT)
 def test_a_row_that_is_no_text_stops_no_other(state_dir: Path, damage: str, schema: str) -> None:

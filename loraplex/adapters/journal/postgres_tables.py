@@ -87,7 +87,8 @@ def make_tables(connection: sa.Connection, base_model: str, place: str) -> None:
     if known.get("schema") in ("2", "3"):  # the tables of tenants are made by now
         for statement in UPGRADES[known["schema"]]:
             connection.exec_driver_sql(statement)
-        seal_rows(connection)
+        if known["schema"] == "3":
+            seal_rows(connection)
         known["schema"] = SCHEMA_VERSION
         connection.execute(ABOUT_TABLE.update().where(ABOUT_TABLE.c.key == "schema").values(value=SCHEMA_VERSION))
     connection.exec_driver_sql("COMMIT")

@@ -176,7 +176,8 @@ class JournalTables:
                 )
                 for statement in UPGRADES[about["schema"]]:
                     connection.exec_driver_sql(statement)
-                seal_rows(connection)
+                if about["schema"] == "3":
+                    seal_rows(connection)
                 about["schema"] = SCHEMA_VERSION
             connection.commit()
             self._damages += schema_damages(connection)
