@@ -10,7 +10,7 @@ FAULTS ?= weights,alloc,copy,disk
 
 help:
 	@echo "make demo   run the main job: eleven adapters and the base model in one batch"
-	@echo "make test   run the tests (10 to 25 minutes on 2 cores)"
+	@echo "make test   run the tests (20 to 50 minutes on 2 cores)"
 	@echo "make soak   ten minutes of random requests, loads, faults, kills and disconnects, every answer compared, then usage (SECONDS, SEED, FAULTS)"
 	@echo "make lint   style and types"
 	@echo "make docs   the documentation site in site/"
