@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import sqlalchemy as sa
@@ -18,6 +18,7 @@ from loraplex.adapters.journal.tables import SCHEMA_VERSION, JournalTables
 from loraplex.adapters.journal.tenant_rows import KeyRow
 from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.errors import ConfigError, InvalidRequestError, JournalError, TenantConflictError, TenantNotFoundError
+from loraplex.server.responses import encode
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role, TenantTable, key_digest
@@ -534,6 +535,27 @@ def test_a_row_that_is_no_text_stops_no_other(state_dir: Path, damage: str, sche
     assert repair.check_state(state_dir).is_whole
     with closing(open_store(state_dir, None)) as store:
         assert store.read().keys.items() <= before.keys.items()
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, *NO_TEXT])
+def test_lists_leave_out_rows_that_cannot_be_used(
+    state_dir: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(state_dir)
+
+    def listed(store: TenantStore) -> list[list[Any]]:
+        return [store.tenants(), store.keys_of(), store.keys_of("acme"), store.shares()]
+
+    with closing(open_store(state_dir, None)) as store:
+        before = listed(store)
+        with closing(sqlite3.connect(state_dir / "journal.sqlite")) as file, file:
+            file.execute(damage)
+        after = listed(store)
+    is_listed = damage.startswith(("UPDATE tenants", "UPDATE tenant_keys", "UPDATE tenant_shares"))
+    assert all(each in old for old, new in zip(before, after, strict=True) for each in new)
+    assert (after != before) == is_listed
+    assert ("state check" in caplog.text) == is_listed
+    assert encode(after), "as the server answers"
 
 
 @pytest.mark.parametrize("damage", ANOTHER_ROW)
