@@ -45,6 +45,9 @@ from loraplex.models.dominant import DominantMerger
 SCRUB_INTERVAL_S = 1.0
 FORECAST_INTERVAL_S = 1.0
 BASE_CHECK_INTERVAL_S = 1.0
+RECORD_IDLE_S = 0.5
+"""Without requests, before an adapter is asked what it answers: that takes a step, and the next client waits for it."""
+
 MAX_SCRUB_DELAY_S = 5.0
 """After a longer pause no more is checked at once than in this time."""
 
@@ -101,7 +104,7 @@ class Caretaker:
         self._forecast = forecast
         self._lora = lora
         self._clock = clock
-        self._last_scrub_s = self._last_forecast_s = clock()
+        self._last_scrub_s = self._last_forecast_s = self._last_busy_s = clock()
         self._in_diagnosis: int | None = None
         self._is_base_suspect = False
         self._last_base_check_s = -math.inf
@@ -127,6 +130,7 @@ class Caretaker:
 
     def arrived(self, request: Request) -> None:
         """A request is about to be queued."""
+        self._last_busy_s = self._clock()
         if self._forecast is not None:
             self._forecast.arrived(request)
 
@@ -143,12 +147,14 @@ class Caretaker:
         ended = [*self._scrub(self._adapters), *self._end_faulty(self._adapters), *self._examine(self._adapters)]
         self._diagnose(self._adapters)
         self._prefetch()
-        if self._lora.enable_diagnosis and not self._scheduler.has_unfinished:
+        is_idle = not self._scheduler.has_unfinished and self._clock() - self._last_busy_s >= RECORD_IDLE_S
+        if self._lora.enable_diagnosis and is_idle:
             self._record_one(self._adapters)
         return ended
 
     def after_step(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> None:
         """Doubt the adapters whose results in this step were odd, each of a mix, and the base if its own were."""
+        self._last_busy_s = self._clock()
         bad = [
             sequence.state.request
             for sequence in plan.sequences
@@ -247,7 +253,7 @@ class Caretaker:
             adapters.health.still_ill(adapter_id, wrong)
 
     def _record_one(self, adapters: LoRAModelManager) -> None:
-        """The answer of one adapter that has none yet, while no request waits."""
+        """The answer of one adapter that has none yet, while there are no requests."""
         with adapters.health.borrowed(lambda digest: not self._diagnosis.has(digest)) as borrowed:
             if borrowed is not None:
                 with suppress(MemoryError):  # no KV blocks for the prompt now
