@@ -144,6 +144,8 @@ class EngineCore:
         try:
             if self._adapters is not None:
                 self._adapters.poll()
+            if self.grammars is not None:
+                self.grammars.turns.poll()
             if self._blocks.num_chunks_owed and not self._flights:
                 self.vacate_kv(min(MAX_VACATED_CHUNKS, self._blocks.num_chunks_owed))
             return self._scheduler.schedule()
@@ -221,8 +223,8 @@ class EngineCore:
 
     def wait_for_change(self, timeout_s: float) -> None:
         """While `is_stalled`: until a load or a grammar that requests wait for has come on, at most so long."""
-        if self.grammars is not None and self.grammars.is_busy:
-            self.grammars.wait(timeout_s)
+        if self.grammars is not None and self.grammars.turns.is_busy:
+            self.grammars.turns.wait(timeout_s)
         elif self._adapters is not None:
             self._adapters.wait_for_change(timeout_s)
 

@@ -16,24 +16,25 @@ import json
 import re
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from loraplex.errors import InvalidRequestError, shortened
 from loraplex.structured.params import StructuredOutputsParams
+from loraplex.structured.turns import Ahead, CompileTurns
 
 MAX_COMPILED = 16
 """Kept, so that equal ones are compiled once. With the states that masks add, one may take 60 MB."""
-NUM_COMPILE_THREADS = 2
 MAX_MASK_CPU_S = 0.25
 """A mask that took longer ends its request: the next one may take as long, and others wait for it."""
 
@@ -134,7 +135,7 @@ class GrammarState:
 
     def commit(self, token_id: int) -> None:
         """The token is part of the output."""
-        matcher = self._future.result()
+        matcher = self._future.result().matcher
         self._words, self.num_waits = None, 0
         with self._guarded():
             if token_id in self._eos_token_ids and matcher.is_accepting():
@@ -166,7 +167,8 @@ class GrammarState:
     def _filled(self, vocab_size: int) -> Words:
         num_words = vocab_size // _WORD_BITS + 1  # with the token that stands for the end
         words = np.zeros(max(num_words, self._least_words), np.int32)
-        matcher = self._future.result()
+        copy = self._future.result()
+        matcher, copy.ahead = copy.matcher, None
         began_s = self._clock()
         can_end = False
         if self.error is None:
@@ -266,6 +268,22 @@ class StepMasks:
         return masks
 
 
+@dataclass(slots=True)
+class _Compiled:
+    """A matcher at its beginning, and what the requests hold that wait with a copy of it."""
+
+    matcher: Any
+    ahead: Callable[[], Ahead | None] = lambda: None
+
+
+@dataclass(slots=True)
+class OwnMatcher:
+    """A request's own. ahead: until its first mask."""
+
+    matcher: Any
+    ahead: Ahead | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     """Why a grammar cannot be compiled. An exception that is kept would keep the frames of all that raise it."""
@@ -283,19 +301,16 @@ class GrammarCompiler:
     def __init__(self, open_tokenizer: Callable[[], GrammarTokenizer | None], vocab_size: int) -> None:
         self._open_tokenizer = open_tokenizer
         self.vocab_size = vocab_size
+        self.turns = CompileTurns()
         self._compiled: OrderedDict[tuple[Hashable, bytes], Future[Any]] = OrderedDict()
-        self._turns: dict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
-        self._num_compiling = 0
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Any = None
-        self._threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="grammar")
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="token-mask")
-        self._pending: set[Future[Any]] = set()
 
     def close(self) -> None:
-        for threads in (self._threads, self._mask_thread):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.turns.close()
+        self._mask_thread.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------------------------------------------------- compile
 
@@ -319,6 +334,9 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams, client: Hashable = None) -> Any:
         """The matcher at its beginning; not to be changed. Equal ones of a client are compiled once, by the first that
         asks. Copies share an automaton that grows with what they match, up to a limit, so two clients share none."""
+        return self._compile(params, client).matcher
+
+    def _compile(self, params: StructuredOutputsParams, client: Hashable) -> _Compiled:
         key = client, params.digest
         with self._lock:
             known, mine = self._compiled.get(key), Future[Any]()
@@ -333,7 +351,14 @@ class GrammarCompiler:
         outcome = (known or mine).result()
         if isinstance(outcome, _Refusal):
             raise InvalidRequestError(outcome.message, param="structured_outputs")
-        return outcome
+        compiled: _Compiled = outcome
+        return compiled
+
+    def _is_ahead(self, key: tuple[Hashable, bytes]) -> bool:
+        """Whether a request that waits holds it already."""
+        known = self._compiled.get(key)
+        outcome = known.result() if known is not None and known.done() else None
+        return isinstance(outcome, _Refusal) or (isinstance(outcome, _Compiled) and outcome.ahead() is not None)
 
     def _forget(self, key: tuple[Hashable, bytes]) -> None:
         """What could not go on may be full: the next request has it compiled once more."""
@@ -341,9 +366,9 @@ class GrammarCompiler:
             self._compiled.pop(key, None)
 
     def _outcome(self, params: StructuredOutputsParams, key: tuple[Hashable, bytes]) -> Any:
-        """A matcher or a `_Refusal`."""
+        """`_Compiled` or a `_Refusal`."""
         try:
-            return compile_grammar(params, self._tokens())
+            return _Compiled(compile_grammar(params, self._tokens()))
         except InvalidRequestError as error:
             return _Refusal(error.message)
         except BaseException as error:  # a panic of the library's is no Exception; those of the process are no verdict
@@ -371,41 +396,16 @@ class GrammarCompiler:
         client: Hashable = None,
     ) -> GrammarState:
         """Of a client's request, which may have some output already. It is ready when a thread has compiled it."""
-        future: Future[Any] = Future()
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        with self._lock:
-            work = partial(self._advanced, params, tuple(output_token_ids), client)
-            self._turns.setdefault(client, deque()).append((future, work))
-        self._begin_next(0)
-        on_error = partial(self._forget, (client, params.digest))
-        return GrammarState(future, eos_token_ids, client, on_error=on_error)
-
-    def _begin_next(self, num_ended: int) -> None:
-        """One of each client's in turn, as many at a time as there are threads."""
-        with self._lock:
-            self._num_compiling -= num_ended
-            while self._turns and self._num_compiling < NUM_COMPILE_THREADS:
-                client = next(iter(self._turns))
-                queue = self._turns.pop(client)
-                future, work = queue.popleft()
-                if queue:
-                    self._turns[client] = queue  # behind all others
-                if future.set_running_or_notify_cancel():
-                    self._num_compiling += 1
-                    self._threads.submit(self._run, future, work)
-
-    def _run(self, future: Future[Any], work: Callable[[], Any]) -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-        finally:
-            self._begin_next(1)
+        key = client, params.digest
+        work = partial(self._advanced, params, tuple(output_token_ids), client)
+        future = self.turns.add(client, partial(self._is_ahead, key), work)
+        return GrammarState(future, eos_token_ids, client, on_error=partial(self._forget, key))
 
     def _advanced(self, params: StructuredOutputsParams, output_token_ids: tuple[int, ...], client: Hashable) -> Any:
         try:
-            matcher = self.compile(params, client).deep_copy()
+            compiled = self._compile(params, client)
+            ahead = self._noted(compiled, client)
+            matcher = compiled.matcher.deep_copy()
             for begin in range(0, len(output_token_ids), TOKENS_AT_ONCE):
                 if not matcher.consume_tokens(list(output_token_ids[begin : begin + TOKENS_AT_ONCE])):
                     raise _wrong(f"the output so far did not fit: {matcher.get_error()}")
@@ -414,16 +414,15 @@ class GrammarCompiler:
             raise
         except BaseException as error:  # a panic of the library's is no Exception
             raise _wrong(f"the grammar cannot be followed: {type(error).__name__}") from None
-        return matcher
+        return OwnMatcher(matcher, ahead)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request waits for its grammar."""
-        return bool(self._pending)
-
-    def wait(self, timeout_s: float) -> None:
-        """Until one more is compiled, at most so long."""
-        wait(set(self._pending), timeout_s, FIRST_COMPLETED)
+    def _noted(self, compiled: _Compiled, client: Hashable) -> Ahead:
+        """One for all requests of a grammar that wait at a time."""
+        with self._lock:
+            ahead = compiled.ahead() or Ahead()
+            compiled.ahead = ref(ahead)
+        self.turns.note(client, ahead)
+        return ahead
 
     # ------------------------------------------------------------------------------------------------------------ masks
 

@@ -19,6 +19,7 @@ from loraplex.core import Claim
 from loraplex.demo.tasks import adapter_path
 from loraplex.errors import InvalidRequestError
 from loraplex.structured.grammars import GrammarState, StepMasks, Words
+from loraplex.structured.turns import MAX_AHEAD, NUM_COMPILE_THREADS
 from tests.engine.driver import Driver
 from tests.frontend.processes import BASE
 from tests.frontend.test_messages import REQUEST
@@ -152,8 +153,8 @@ def test_a_late_mask_holds_no_other_row_up(monkeypatch: pytest.MonkeyPatch) -> N
     driver = driver_of()
     try:
         formed = driver.submit(PROMPT, None, structured_outputs=COMPACT, max_tokens=60, ignore_eos=False)
-        while driver.engine.grammars is not None and driver.engine.grammars.is_busy:
-            driver.engine.grammars.wait(60)
+        while driver.engine.grammars is not None and driver.engine.grammars.turns.is_busy:
+            driver.engine.grammars.turns.wait(60)
         plain = driver.submit(PROMPT, None, max_tokens=40)
         while not driver.outputs.get(plain) or not driver.outputs[plain].finished:
             driver.step()
@@ -253,5 +254,28 @@ def test_a_client_is_one_however_many_salts_it_sends(driver: Driver) -> None:
         for tenant, salt in claims
     ]
     assert [state and state.client for state in states] == ["acme", "acme", "key-1", "key-2"]
-    while grammars.is_busy:
-        grammars.wait(60)
+    while grammars.turns.is_busy:
+        grammars.turns.wait(60)
+
+
+def test_many_different_forms_are_not_all_compiled_while_they_wait() -> None:
+    """Each compiled grammar may take 60 MB."""
+    few = driver_of(max_num_seqs=2)
+    try:
+        forms = [f"({'|'.join(f'{word}{place}' for word in ('ab', 'cd'))})" for place in range(60)]
+        wishes = [{"max_tokens": 8, "structured_outputs": StructuredOutputsParams(regex=form)} for form in forms]
+        ids = [few.submit(PROMPT, None, ignore_eos=False, **wish) for wish in wishes]
+        turns = few.engine.grammars.turns
+        most = 0
+        for _ in range(4000):
+            if not few.engine.has_unfinished:
+                break
+            few.step()
+            most = max(most, sum(map(len, turns._ahead.values())))
+        assert few.errors == {}
+        for form, request_id in zip(forms, ids, strict=True):
+            assert re.fullmatch(form, few.outputs[request_id].outputs[0].text)
+        assert 2 < most <= MAX_AHEAD // 2 + NUM_COMPILE_THREADS
+        assert not turns.is_busy
+    finally:
+        few.close()

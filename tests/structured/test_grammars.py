@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from loraplex import StructuredOutputsParams
 from loraplex.errors import InvalidRequestError
 from loraplex.structured import grammars
-from loraplex.structured.grammars import GrammarCompiler, GrammarState, StepMasks, Words
+from loraplex.structured.grammars import GrammarCompiler, GrammarState, OwnMatcher, StepMasks, Words
 from loraplex.structured.params import MAX_CHOICES
+from loraplex.structured.turns import NUM_COMPILE_THREADS
 
 SPECIAL = (b"<s>", b"</s>")
 TEXTS = (*(bytes([byte]) for byte in range(256)), b"ab", b'{"', b'":', b"\xe2\x98", b"\x85", b"true", b"")
@@ -57,8 +58,8 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 def started(compiler: GrammarCompiler, eos: tuple[int, ...] = (EOS,), output: str = "", **form: Any) -> GrammarState:
     state = compiler.start(StructuredOutputsParams(**form), eos, ids_of(output))
-    while compiler.is_busy:
-        compiler.wait(60)
+    while compiler.turns.is_busy:
+        compiler.turns.wait(60)
     assert state.is_ready()
     return state
 
@@ -113,7 +114,7 @@ def test_a_state_is_rebuilt_from_its_tokens(compiler: GrammarCompiler) -> None:
     text = '["ab", "c'
     assert allowed(started(compiler, output=text, **form)) == allowed(said(started(compiler, **form), text))
     moved = compiler.start(StructuredOutputsParams(**form), (EOS,), ids_of("{"))
-    compiler.wait(60)
+    compiler.turns.wait(60)
     with pytest.raises(InvalidRequestError, match="the output so far did not fit"):
         moved.is_ready()
 
@@ -229,7 +230,7 @@ class Broken:
 
 def test_a_mistake_of_the_library_is_one_requests_error() -> None:
     future: Future[Any] = Future()
-    future.set_result(Broken())
+    future.set_result(OwnMatcher(Broken(), None))
     masked, committed = GrammarState(future, (EOS,)), GrammarState(future, (EOS,))
     assert allowed(masked) == []
     committed.commit(5)
@@ -367,7 +368,7 @@ def test_grammars_are_compiled_of_clients_in_turn_and_not_for_those_that_left(mo
     def noted(params: StructuredOutputsParams, tokens: Any) -> Any:
         assert params.choice is not None
         begun.append(params.choice[0])
-        if len(begun) <= grammars.NUM_COMPILE_THREADS:
+        if len(begun) <= NUM_COMPILE_THREADS:
             both.wait(60)
             assert may.wait(60)
         return compile_grammar(params, tokens)
@@ -380,8 +381,8 @@ def test_grammars_are_compiled_of_clients_in_turn_and_not_for_those_that_left(mo
     for name in ("a2", "a4", "a0"):
         states[names.index(name)].cancel()
     may.set()
-    while compiler.is_busy:
-        compiler.wait(60)
+    while compiler.turns.is_busy:
+        compiler.turns.wait(60)
     assert set(begun[:2]) == {"a0", "a1"}
     assert sorted(begun[2:]) == ["a3", "b0", "b1", "c0"]
     assert begun.index("c0") < begun.index("b1"), "in turn"
@@ -396,8 +397,8 @@ def test_a_full_automaton_is_its_clients_loss_and_once(monkeypatch: pytest.Monke
 
     def error_after(client: str, text: str) -> str:
         state = compiler.start(StructuredOutputsParams(regex="x{200}"), (EOS,), client=client)
-        while compiler.is_busy:
-            compiler.wait(60)
+        while compiler.turns.is_busy:
+            compiler.turns.wait(60)
         assert state.is_ready()
         for token_id in ids_of(text):
             state.fill(VOCAB_SIZE)

@@ -1,0 +1,112 @@
+"""Grammars are compiled for clients in turn, and not far ahead of the steps that use them.
+
+A compiled grammar may take 60 MB, and a waiting request keeps its own. So a client has few that wait for their first
+mask; its next one is compiled when one of these is used, or its request has ended. Requests with equal forms share one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+NUM_COMPILE_THREADS = 2
+MAX_AHEAD = 32
+"""Grammars that wait for their first mask, of all clients but one more, in equal parts. A client may have one always,
+while there are fewer than twice as many in all."""
+
+NUM_LOOKS = 4
+"""At clients that have too many, in one search for a next one."""
+
+
+class Ahead:
+    """A compiled grammar that waits for a step. It is one as long as a request holds it that has no mask yet."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    future: Future[Any]
+    is_there: Callable[[], bool]
+    make: Callable[[], Any]
+
+
+class CompileTurns:
+    """Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, deque[_Work]] = {}
+        self._ahead: dict[Hashable, WeakSet[Ahead]] = {}
+        self._num_compiling = 0
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="grammar")
+        self._pending: set[Future[Any]] = set()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def add(self, client: Hashable, is_there: Callable[[], bool], make: Callable[[], Any]) -> Future[Any]:
+        """What `make` makes for a client, in its turn. is_there: whether that needs no other grammar than there is."""
+        future: Future[Any] = Future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        with self._lock:
+            self._queues.setdefault(client, deque()).append(_Work(future, is_there, make))
+        self._begin_next(0)
+        return future
+
+    def note(self, client: Hashable, ahead: Ahead) -> None:
+        with self._lock:
+            self._ahead.setdefault(client, WeakSet()).add(ahead)
+
+    def poll(self) -> None:
+        """Begin what had to wait, where steps have used what was ahead."""
+        if self._queues:
+            self._begin_next(0)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._pending)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until one more is compiled, at most so long."""
+        wait(set(self._pending), timeout_s, FIRST_COMPLETED)
+
+    def _begin_next(self, num_ended: int) -> None:
+        """One of each client's in turn, as many at a time as there are threads."""
+        with self._lock:
+            self._num_compiling -= num_ended
+            num_looks = 0
+            while self._queues and self._num_compiling < NUM_COMPILE_THREADS and num_looks < NUM_LOOKS:
+                client = next(iter(self._queues))
+                queue = self._queues.pop(client)
+                if queue[0].future.cancelled() or self._may_begin(client, queue[0]):
+                    work = queue.popleft()
+                    if work.future.set_running_or_notify_cancel():
+                        self._num_compiling += 1
+                        self._threads.submit(self._run, work)
+                else:
+                    num_looks += 1
+                if queue:
+                    self._queues[client] = queue  # behind all others
+
+    def _may_begin(self, client: Hashable, work: _Work) -> bool:
+        for each in [each for each, of_it in self._ahead.items() if not of_it]:
+            del self._ahead[each]
+        num = {each: len(of_it) for each, of_it in self._ahead.items()}
+        share = max(1, MAX_AHEAD // (len({*num, *self._queues, client}) + 1))
+        return (num.get(client, 0) < share and sum(num.values()) < 2 * MAX_AHEAD) or work.is_there()
+
+    def _run(self, work: _Work) -> None:
+        try:
+            work.future.set_result(work.make())
+        except BaseException as error:
+            work.future.set_exception(error)
+        finally:
+            self._begin_next(1)
