@@ -14,8 +14,8 @@ onoff   one client always waits, the other in every second period: its share of 
 light   one request at a time, of 48 and of 160 tokens, beside a client with 64 waiting: CPU ms and steps to the first
         token, over those alone.
 cost    the same 300 requests of one client and of 30, through adapters by chance and through each client's own: tokens
-        a CPU second, over first come, first served, both in turns. The latter has fewer adapters in a batch where one client sends
-        most.
+        a CPU second, over first come, first served, both in turns. The latter has fewer adapters in a batch where one
+        client sends most.
 """
 
 from __future__ import annotations

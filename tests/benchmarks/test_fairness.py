@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.fairness import BOUND, LIGHT_PROMPT, cost, light, on_and_off, two_clients
+from benchmarks.fairness import BOUND, LIGHT_PROMPT, costs, light, on_and_off, two_clients
 
 
 def test_two_clients_that_always_wait_stay_within_the_bound() -> None:
@@ -24,5 +24,5 @@ def test_a_flood_hardly_delays_one_request() -> None:
 
 
 def test_shares_take_no_more_steps() -> None:
-    first_come = cost(60, is_shared=False, is_own=False).num_steps
-    assert cost(60, is_shared=True, is_own=False).num_steps <= first_come / 0.97 + 1
+    by_tenant, first_come = costs(60, is_own=False)
+    assert by_tenant.num_steps <= first_come.num_steps / 0.97 + 1
