@@ -250,7 +250,7 @@ def test_load_of_two_that_falls_to_half_of_one_ends_on_one_and_comes_back(policy
 
 
 @EVERY_POLICY
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     num_runners=st.integers(2, 5),
     loads=st.lists(st.integers(0, 8), min_size=5, max_size=5),

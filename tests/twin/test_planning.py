@@ -30,7 +30,7 @@ def tried(plan: Plan, step: str) -> dict[int, Option]:
     return {each.devices: each for each in plan.options if each.step == step}
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=3)
 @given(rate=st.sampled_from([10.0, 60.0, 150.0, 300.0]), first_token_s=st.sampled_from([0.05, 0.3, 2.0]))
 def test_the_answer_holds_and_one_device_less_does_not(rate: float, first_token_s: float) -> None:
     level = ServiceLevel(first_token_s=first_token_s, inter_token_s=0.2, max_devices=8)

@@ -141,6 +141,7 @@ def test_small_work_stays_on_the_calling_thread(native: NativeBackend) -> None:
     assert native.library.team_stats().computed == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_races(tmp_path: Path, sanitizer: str) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
