@@ -12,9 +12,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from functools import partial
 from typing import Protocol
 
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import KEYLESS, Caller
 from loraplex.server.config import ServerConfig
 from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns, TurnsBySource
 
@@ -35,6 +38,9 @@ MAX_WAITING_BYTES = 32 * 2**20
 MAX_UNREAD_BYTES = 256 * 2**20
 """Of long answers that are being sent; beyond it one of the client that has most of them is closed."""
 
+MAX_OUTPUT_BYTES = 2**29
+"""Of log probabilities that requests keep until their clients have read them, whole or as a stream."""
+
 MAX_HANDSHAKES = 256
 """TLS handshakes that have had their turn and have not ended: each holds some 100 KB. Beyond it one of the address that
 has most of them is closed."""
@@ -44,6 +50,9 @@ MAX_PROXIES = 8
 
 LET_GO = "loraplex.let_go"
 """In a request's scope: takes how many bytes of its body, which the application has, are in memory no longer."""
+
+hold_outputs: ContextVar[Callable[[int], None] | None] = ContextVar("hold_outputs", default=None)
+"""Of the request that is answered: takes how many bytes its outputs have in memory now."""
 
 OPEN_PATHS_A_TURN = 4
 
@@ -128,8 +137,8 @@ class Connections:
         self._receiving: dict[str, dict[Closable, None]] = {}  # by client, oldest first
         self._receiving_for: dict[Closable, str] = {}
         self._waiting = SharedBytes(MAX_WAITING_BYTES)
-        self._answers: dict[Closable, tuple[str, int]] = {}  # client and bytes; first what was not read for longest
-        self._answer_bytes = Counter[str]()  # by client
+        self.answers = HeldAnswers(MAX_UNREAD_BYTES, partial(self._cut, "answers", MAX_UNREAD_BYTES))
+        self.outputs = HeldAnswers(MAX_OUTPUT_BYTES, partial(self._cut, "log probabilities", MAX_OUTPUT_BYTES))
         self.turns = Turns()
         self.open_turns = Turns(OPEN_PATHS_A_TURN, is_latest_first=True)
         self.handshake_turns = TurnsBySource()
@@ -252,27 +261,13 @@ class Connections:
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    def hold_answer(self, connection: Closable, client: str, num_bytes: int) -> None:
-        """Count a long answer until `release_answer`; again, when its client has read a piece of it.
+    def begin_outputs(self, connection: Closable, client: str) -> None:
+        """What `hold_outputs` takes in this task counts for a connection, until `outputs.release`."""
+        hold_outputs.set(partial(self.outputs.hold, connection, client))
 
-        While all are too large together, of the client whose answers are largest together the one of which nothing was
-        read for longest is cut off: clients that do not read, or ask for much, end no answer of another that does.
-        """
-        self.release_answer(connection)
-        self._answers[connection] = client, num_bytes
-        self._answer_bytes[client] += num_bytes
-        while len(self._answers) > 1 and self._answer_bytes.total() > MAX_UNREAD_BYTES:
-            (largest, _), *_ = self._answer_bytes.most_common(1)
-            cut = next(each for each, (owner, _) in self._answers.items() if owner == largest)
-            self.release_answer(cut)
-            self.refuse(Refusal.UNREAD, f"answers have {MAX_UNREAD_BYTES} bytes, and its client has most of them")
-            cut.close_now()
-
-    def release_answer(self, connection: Closable) -> None:
-        client, num_bytes = self._answers.pop(connection, ("", 0))
-        self._answer_bytes[client] -= num_bytes
-        if not self._answer_bytes[client]:
-            del self._answer_bytes[client]
+    def _cut(self, what: str, max_bytes: int, connection: Closable) -> None:
+        self.refuse(Refusal.UNREAD, f"{what} have {max_bytes} bytes, and its client has most of them")
+        connection.close_now()
 
     # --------------------------------------------------------------------------------------------------------- refusals
 
@@ -335,6 +330,43 @@ class BySource:
             self._most = count
 
 
+class HeldAnswers:
+    """Bytes by connection. While all are more than `max_bytes`, of the client that has most together the connection of
+    which nothing was read for longest is cut off: clients that do not read, or ask for much, end no answer of another
+    that does. One alone has room. cut: is told a connection that is to be closed."""
+
+    def __init__(self, max_bytes: int, cut: Callable[[Closable], None]) -> None:
+        self._max_bytes = max_bytes
+        self._cut = cut
+        self._held: dict[Closable, tuple[str, int]] = {}  # client and bytes; first what was not read for longest
+        self._by_client = Counter[str]()
+
+    def hold(self, connection: Closable, client: str, num_bytes: int) -> None:
+        """So many are held now, until `release`."""
+        self._set(connection, client, num_bytes)
+        while len(self._held) > 1 and self._by_client.total() > self._max_bytes:
+            (largest, _), *_ = self._by_client.most_common(1)
+            cut = next(each for each, (owner, _) in self._held.items() if owner == largest)
+            self.release(cut)
+            self._cut(cut)
+
+    def touch(self, connection: Closable) -> None:
+        """Its client has read something."""
+        if connection in self._held:
+            self._held[connection] = self._held.pop(connection)
+
+    def release(self, connection: Closable) -> None:
+        client, num_bytes = self._held.pop(connection, ("", 0))
+        self._by_client[client] -= num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+    def _set(self, connection: Closable, client: str, num_bytes: int) -> None:
+        self.release(connection)
+        self._held[connection] = client, num_bytes
+        self._by_client[client] += num_bytes
+
+
 class SharedBytes:
     """Memory that clients share: beyond one request, a client holds at most as much as it leaves free.
 
@@ -374,6 +406,13 @@ def source_of(address: str) -> str:
     if found.version == 4:
         return address
     return str(found.ipv4_mapped or found.packed[:8].hex())
+
+
+def account_of(caller: Caller | None, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Among whose a request's bytes count; None: its caller has no key, and its body is not kept."""
+    if caller is not KEYLESS:
+        return None if caller is None else caller.account
+    return source_of(forwarded_for(peer, headers) or peer)
 
 
 def forwarded_for(peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,7 @@ from loraplex.errors import (
 )
 from loraplex.logs import request_context
 from loraplex.sampling_params import NO_CLAIM, Claim
+from loraplex.server.connections import hold_outputs
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.model_names import Target
@@ -194,6 +195,43 @@ class InFlight:
         await self._abort(self._request_ids)
 
 
+CANDIDATE_BYTES = 80
+"""A candidate of a position's log probabilities takes so much, about, with its share of the position."""
+
+TOLD_BYTES = 2**18
+"""A request's outputs are counted again when they have grown by so much."""
+
+
+class OutputMeter:
+    """Counts log probabilities that the outputs of one request have in memory, finished or not, read or not."""
+
+    def __init__(self, params: Sequence[SamplingParams]) -> None:
+        """Of each prompt."""
+        self._hold = hold_outputs.get()
+        self._candidates = [(_num_candidates(each.prompt_logprobs), _num_candidates(each.logprobs)) for each in params]
+        self._bytes = [0] * len(params)
+        self._total = self._told = 0
+
+    @property
+    def is_needed(self) -> bool:
+        return self._hold is not None and any(map(any, self._candidates))
+
+    def see(self, index: int, output: RequestOutput) -> None:
+        of_prompt, of_output = self._candidates[index]
+        num = of_prompt * len(output.prompt_logprobs or ())
+        num += of_output * sum(len(each.token_ids) for each in output.outputs)
+        self._total += CANDIDATE_BYTES * num - self._bytes[index]
+        self._bytes[index] = CANDIDATE_BYTES * num
+        if self._hold is not None and self._total - self._told >= TOLD_BYTES:
+            self._told = self._total
+            self._hold(self._total)
+
+
+def _num_candidates(num_logprobs: int | None) -> int:
+    """The drawn token's is one more."""
+    return 0 if num_logprobs is None else num_logprobs + 1
+
+
 class Generator:
     """Runs generations on the engine."""
 
@@ -213,7 +251,8 @@ class Generator:
         EngineShutdownError for one that this server's shutdown did, and RequestTimeoutError for one whose deadline has
         passed.
         """
-        outputs = merge([self._outputs(index, generation) for index in range(len(generation.items))])
+        meter = OutputMeter([each.params for each in generation.items])
+        outputs = merge([self._outputs(index, generation, meter) for index in range(len(generation.items))])
         charge = generation.charge
         try:
             if charge is not None:
@@ -239,7 +278,9 @@ class Generator:
                 last[index] = output
         return [last[index] for index in range(len(generation.items))]
 
-    async def _outputs(self, index: int, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(
+        self, index: int, generation: Generation, meter: OutputMeter
+    ) -> AsyncGenerator[RequestOutput, None]:
         item, charge = generation.items[index], generation.charge
         is_finished = False
         clock = self._histograms.clock()
@@ -254,6 +295,7 @@ class Generator:
             self._recorded(index, generation) as tab,
             self._in_flight.track(item.engine_request_id, num_prompt_tokens, generation.deadline),
         ):
+            see = tab.see if charge is None else partial(charge.see, index)
             source = self._engine.generate(
                 item.prompt.token_ids,
                 item.params,
@@ -262,7 +304,7 @@ class Generator:
                 cache_salt=generation.cache_salt,
                 claim=generation.claim,
                 held=item.target.held,
-                on_output=tab.see if charge is None else partial(charge.see, index),
+                on_output=partial(_see_both, see, partial(meter.see, index)) if meter.is_needed else see,
             )
             try:
                 async for output in source:
@@ -315,6 +357,13 @@ class Generator:
         what = "mix" if isinstance(item.adapter, AdapterMix) else "adapter"
         subject = "the base model" if item.adapter is None else f"{what} {str(item.adapter)!r}"
         return RequestAbortedError(f"this request on {subject} was aborted by the server before it was finished")
+
+
+def _see_both(
+    first: Callable[[RequestOutput], None], second: Callable[[RequestOutput], None], output: RequestOutput
+) -> None:
+    first(output)
+    second(output)
 
 
 def _shutting_down() -> EngineShutdownError:

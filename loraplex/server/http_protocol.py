@@ -3,9 +3,8 @@
 The parser itself takes a head of any length and any duration, and gathers it at a cost that grows with its square: one
 client could stop all others. Here whatever is neither body nor the end of a head is counted: request line, headers,
 chunk extensions, trailers. More of it than `max_header_bytes` at a time is answered with 431, a head that takes longer
-than `header_timeout_s` with 408. A head that comes in one piece, as nearly all do, costs a comparison and no timer. A
-head has at most MAX_HEADERS headers, and a body comes in chunks that are not all tiny (MAX_TINY_CHUNKS): each costs as
-much as many bytes.
+than `header_timeout_s` with 408. A head has at most MAX_HEADERS headers, and a body comes in chunks that are not all
+tiny (MAX_TINY_CHUNKS): each costs as much as many bytes.
 
 A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time.
 Bodies of all connections together are bounded by `Connections`, in shares. A request without a valid key
@@ -38,9 +37,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from loraplex.errors import EngineShutdownError
 from loraplex.server.api_error import ApiError, error_response
-from loraplex.server.auth import KEYLESS, OPEN_PATHS, Caller
+from loraplex.server.auth import OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import LET_GO, Connections, Refusal, Slot, forwarded_for, source_of, too_many_bodies
+from loraplex.server.connections import LET_GO, Connections, Refusal, Slot, account_of, forwarded_for, too_many_bodies
 from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads
 from loraplex.server.request_id import RequestIdMiddleware, closing_answer
 from loraplex.server.urls import fault_of_url
@@ -278,18 +277,15 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         incoming.cycle = self.cycle
 
     def _client_of_head(self) -> str | None:
-        caller = self.server_admitted(Headers(raw=self.headers))
-        if caller is not KEYLESS:
-            return None if caller is None else caller.account
         peer = "" if self.client is None else self.client[0]
-        return source_of(forwarded_for(peer, self.headers) or peer)
+        return account_of(self.server_admitted(Headers(raw=self.headers)), peer, self.headers)
 
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         self._running = incoming
         if self.client is not None and (address := forwarded_for(self.client[0], scope["headers"])):
             scope["client"] = (address, 0)
+        connections = self.server_connections
         try:
-            connections = self.server_connections
             await (connections.open_turns if scope["path"] in OPEN_PATHS else connections.turns).next()
             if self.flow.write_paused:
                 self.flow.pause_reading()
@@ -303,11 +299,13 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             if incoming.is_waiting and not self._end_waiting(incoming):
                 app = RequestIdMiddleware(error_response(too_many_bodies()))
             scope[LET_GO] = partial(self._let_go, incoming)
+            connections.begin_outputs(self, incoming.client or "")
             await app(scope, partial(self._receive_message, receive), partial(self._send, incoming, send))
         except asyncio.CancelledError:
             self._cut(incoming)
         finally:
             scope.pop(LET_GO, None)  # the connection has the scope, and this has the connection
+            connections.outputs.release(self)
             self._release(incoming)
             if incoming.cycle is not None:
                 incoming.cycle.body = bytearray()  # what the request left of it counts no longer
@@ -328,13 +326,14 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         rest = whole = memoryview(message.get("body", b""))
         try:
             while len(rest) > PIECE_BYTES and not incoming.cycle.disconnected:
-                self.server_connections.hold_answer(self, incoming.client or "", len(whole))
+                self.server_connections.answers.hold(self, incoming.client or "", len(whole))
                 await send({"type": message["type"], "body": rest[:PIECE_BYTES], "more_body": True})
                 await asyncio.sleep(0)  # others have their piece
                 rest = rest[PIECE_BYTES:]
         finally:
-            self.server_connections.release_answer(self)
+            self.server_connections.answers.release(self)
         await send({**message, "body": rest} if rest.nbytes < len(message.get("body", b"")) else message)
+        self.server_connections.outputs.touch(self)
 
     def _hold(self, incoming: _Incoming, num_bytes: int) -> bool:
         """Count `num_bytes` more of a request; refuse it, and say False, where there is no room for them."""

@@ -226,6 +226,7 @@ class Bench:
     max_versions_kept: int = 1
     journal: Journal | None = None
     told: list[tuple[EventKind, str, str]] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     store: FakeStore = field(default_factory=FakeStore)
     sources: FakeSources = field(default_factory=FakeSources)
     jobs: list[Callable[[], None]] = field(default_factory=list)
@@ -242,6 +243,7 @@ class Bench:
             abort_grace_s=self.abort_grace_s,
             max_versions_kept=self.max_versions_kept,
             journal=self.journal,
+            on_unused=self.unused.append,
             on_change=lambda kind, name, text, details: self.told.append((kind, name, text)),
         )
 

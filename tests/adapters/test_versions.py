@@ -442,3 +442,24 @@ def test_a_switch_of_a_name_that_is_not_loaded_tells_no_switch(bench: Bench) -> 
     bench.registry.load("sql", "/sql")
     assert bench.registry.switch("sql", "chat").is_old_loaded
     assert [kind for kind, _, _ in bench.told] == [EventKind.SWITCH]
+
+
+def test_files_stay_until_the_journal_knows_that_nothing_has_them(bench: Bench) -> None:
+    """A disk was full: an uploaded adapter's files were gone, and the next process had its name."""
+    journal = bench.journal
+    assert isinstance(journal, MemoryJournal)
+    for name in ("one", "two", "three"):
+        bench.sources.digests[f"/{name}"] = name
+        bench.registry.load(name, f"/{name}")
+    journal.error = JournalError("the disk is full")
+    with pytest.raises(JournalError):
+        bench.registry.unload("one")
+    bench.sources.digests["/new"] = "new"
+    for _ in range(bench.max_versions_kept):
+        with pytest.raises(JournalError):
+            bench.registry.load("two", "/new", load_inplace=True)
+        bench.sources.digests["/new"] += "er"
+    assert bench.unused == []
+    journal.error = None
+    bench.registry.unload("three")
+    assert sorted(bench.unused) == ["/cache/one", "/cache/three", "/cache/two"]

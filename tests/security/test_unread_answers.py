@@ -18,7 +18,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from loraplex.server import ServerConfig, connections, create_app, http_protocol, pages
+from loraplex.server import ServerConfig, connections, create_app, generation, http_protocol, pages
 from loraplex.server.http_protocol import MAX_LINGER_BYTES, MAX_LINGERS, PIECE_BYTES
 from loraplex.testing import FakeAsyncEngine
 from tests.server.conftest import client_of
@@ -111,6 +111,77 @@ async def test_answers_that_are_not_read_are_bounded_together(monkeypatch: pytes
     for client in (*clients, again):
         client.protocol.connection_lost(None)
         await client.settle()
+
+
+class StreamsOfLogprobs:
+    """An application whose answers are streams, each of outputs that take so many bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        hold = connections.hold_outputs.get()
+        assert hold is not None
+        hold(self.num_bytes)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def test_log_probabilities_of_streams_that_are_not_read_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are kept until the stream has sent them: 52 streams of one key took 1.2 GB."""
+    monkeypatch.setattr(connections, "MAX_OUTPUT_BYTES", 100)
+    shared = Connection().connections
+    clients = []
+    for _ in range(4):
+        client = Connection()
+        client.protocol.server_connections = client.connections = shared  # type: ignore[misc]
+        client.protocol.app = StreamsOfLogprobs(50)
+        client.transport.is_unread = True
+        client.feed(ASK)
+        await turns()
+        clients.append(client)
+        if len(clients) == 2:  # the first client reads, the second does not
+            clients[0].transport.read()
+            await turns()
+    assert [client.transport.is_aborted for client in clients] == [True, True, False, False]
+    assert shared.refused == {"unread_answers": 2}
+    while clients[2].state.tasks:
+        clients[2].transport.read()
+        await turns()
+    again = Connection()
+    again.protocol.server_connections = shared  # type: ignore[misc]
+    again.protocol.app = StreamsOfLogprobs(50)
+    again.feed(ASK)
+    await turns()
+    assert not clients[3].transport.is_aborted, "what was read to its end counts no more"
+    for client in (*clients, again):
+        client.protocol.connection_lost(None)
+        await client.settle()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_what_log_probabilities_take_is_counted_for_their_connection(
+    is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "TOLD_BYTES", 1)
+    told: list[int] = []
+    engine = FakeAsyncEngine()
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        for fields in ({}, {"logprobs": 3, "echo": True}):
+            token = connections.hold_outputs.set(told.append)
+            try:
+                body = {"model": "base", "prompt": ["one two", "three"], "max_tokens": 4, "stream": is_stream, **fields}
+                response = await client.post("/v1/completions", json=body)
+            finally:
+                connections.hold_outputs.reset(token)
+            assert response.status_code == 200, response.text
+            assert bool(told) == bool(fields)
+    assert told == sorted(told)
+    assert told[-1] >= 2 * 4 * 4 * generation.CANDIDATE_BYTES, "of two outputs of four tokens with four candidates"
 
 
 async def test_what_a_client_reads_of_the_systems_buffer_counts(

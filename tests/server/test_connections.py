@@ -60,15 +60,15 @@ def test_answers_of_the_client_with_most_of_them_are_cut_first(monkeypatch: pyte
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 100)
     shared = Connections(ServerConfig(), 10)
     slow, many = Answer(), [Answer() for _ in range(8)]
-    shared.hold_answer(slow, "slow", 30)
+    shared.answers.hold(slow, "slow", 30)
     for each in many:
-        shared.hold_answer(each, "greedy", 20)
-    shared.hold_answer(many[-1], "greedy", 20)  # a piece of it was read
+        shared.answers.hold(each, "greedy", 20)
+    shared.answers.hold(many[-1], "greedy", 20)  # a piece of it was read
     assert not slow.is_cut
     assert [each.is_cut for each in many] == [True] * 5 + [False] * 3
     for each in (slow, *many):
-        shared.release_answer(each)
-    shared.hold_answer(slow, "slow", 1000)  # alone it has room
+        shared.answers.release(each)
+    shared.answers.hold(slow, "slow", 1000)  # alone it has room
     assert not slow.is_cut
 
 

@@ -16,7 +16,7 @@ from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, PendingDrain
 from loraplex.core import Tier
-from loraplex.errors import AdapterNotFoundError, DatabaseUnavailableError, InvalidRequestError
+from loraplex.errors import AdapterNotFoundError, DatabaseUnavailableError, InvalidRequestError, JournalError
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Drain:
         self._names = names
         self._abort_grace_s = abort_grace_s
         self._on_unused = on_unused
+        self._left: set[str] = set()  # directories that no version has, which the journal may not know
 
     def complete(self, drains: Iterable[PendingDrain]) -> None:
         """Do what is due of these, if no other thread did. Never raises: the error is in `done`."""
@@ -101,11 +102,22 @@ class Drain:
         except AdapterNotFoundError:
             return False  # the engine started again meanwhile: nothing is left to drop
         finally:
-            with self._names.lock:
-                is_used = any(each.spec.path == version.spec.path for each in self._names.table.versions())
-            if not is_used:
-                self._on_unused(version.spec.path)
+            self._let_go(version.spec.path)
         return True
+
+    def _let_go(self, path: str) -> None:
+        """Tell that no version has a directory, when the journal knows, too: until then the next process would look for
+        its files. The next drop tries again."""
+        with self._names.lock:
+            self._left.add(path)
+            left = set(self._left)
+        with suppress(JournalError):
+            self._names.settle()
+            with self._names.lock:
+                self._left -= left
+                unused = left - {each.spec.path for each in self._names.table.versions()}
+            for each in unused:
+                self._on_unused(each)
 
     # ------------------------------------------------------------------------------------------------- down, and pins
 
