@@ -60,7 +60,10 @@ class Audit:
         caller, client = caller_of(request), _client_of(request)
         key, tenant = caller.fingerprint, caller.scope.tenant
         said = _shown(key, tenant)
-        subject = f" on adapter {', '.join(map(repr, names))}" if names else ""
+        target = _target_of(request)
+        subjects = [f"adapter {', '.join(map(repr, names))}"] if names else []
+        subjects += [f"{kind} {name!r}" for kind, name in target.items()]
+        subject = f" on {' for '.join(subjects)}" if subjects else ""
         text = f"{request.method} {route.replace(':path}', '}')}{subject} from {client} with {said}: {status}"
         logger.log(logging.WARNING if status == 403 else logging.INFO, "%s", text)
         if status == 403 and not self._is_refusal_due():
@@ -72,6 +75,7 @@ class Audit:
             "key": key,
             "client": client,
             **({"tenant": tenant} if tenant else {}),
+            **{f"target_{kind}": name for kind, name in target.items()},
         }
         name = names[0] if names else None
         self._events.add(EngineEvent(EventKind.AUDIT, self._clock(), text, adapter_name=name, details=details))
@@ -87,6 +91,17 @@ class Audit:
 def name_adapters(request: Request, *names: str) -> None:
     """Says which adapters a verb is about whose path does not: they are in its audit record."""
     request.state.adapters = names
+
+
+def name_target(request: Request, **target: str | None) -> None:
+    """Says which `tenant` or `key` a verb is about whose path does not: it is in its audit record."""
+    request.state.target = {kind: name for kind, name in target.items() if name is not None}
+
+
+def _target_of(request: Request) -> dict[str, str]:
+    in_path = {kind: request.path_params.get(param) for kind, param in (("key", "key_id"), ("tenant", "tenant"))}
+    target = {kind: name for kind, name in in_path.items() if name is not None} | getattr(request.state, "target", {})
+    return {kind: name[:MAX_SHOWN_CHARS] for kind, name in target.items()}
 
 
 def _shown(key: str, tenant: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from loraplex.server.api_keys import fingerprint
 from loraplex.server.audit import Audit
 from loraplex.testing import FakeAsyncEngine
 from tests.security.routes import routes_of
+from tests.security.tenancy import tenancy
 from tests.server.asgi_call import AsgiCall
 
 KEY, ADMIN = "inference-key-0123456789", "admin-key-0123456789"
@@ -241,3 +243,27 @@ async def test_dynamic_loading_can_be_off() -> None:
     app = create_app(engine, ServerConfig(disable_dynamic_loading=True))
     async with client_from(app, "none") as client:
         assert (await client.delete("/v1/adapters/sql")).status_code == 403
+
+
+async def test_verbs_on_tenants_and_keys_say_which(tmp_path: Path) -> None:
+    with tenancy(tmp_path) as server:
+        async with client_from(server.app, server.keys["admin"]) as client:
+            made = (await client.post("/v1/keys", json={"role": "tenant", "tenant": "acme"})).json()
+            verbs: list[tuple[str, str, Any, dict[str, str]]] = [
+                ("POST", "/v1/keys", {"role": "tenant", "tenant": "none"}, {"tenant": "none"}),
+                ("DELETE", f"/v1/keys/{made['id']}", None, {"key": made["id"]}),
+                ("DELETE", "/v1/keys/00000000", None, {"key": "00000000"}),
+                ("POST", "/v1/tenants", {"name": "new"}, {"tenant": "new"}),
+                ("PUT", "/v1/tenants/new", {"quota": {"pins": 1}}, {"tenant": "new"}),
+                ("DELETE", "/v1/tenants/new", None, {"tenant": "new"}),
+                ("PUT", "/v1/shares", {"adapter": "private", "tenants": ["acme"]}, {}),
+            ]
+            for method, path, body, _ in verbs:
+                await client.request(method, path, json=body)
+        first, *events = audited(server.engine)
+        assert (first.details["target_key"], first.details["target_tenant"]) == (made["id"], "acme")
+        for event, (_, _, _, target) in zip(events, verbs, strict=True):
+            assert {kind: event.details.get(f"target_{kind}") for kind in target} == target
+            assert all(f"{kind} {name!r}" in event.text for kind, name in target.items())
+        assert events[-1].adapter_name == "private"
+        assert made["key"] not in "".join(event.text for event in (first, *events))

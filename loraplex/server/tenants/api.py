@@ -14,6 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from loraplex.sampling_params import MAX_PRIORITY, MAX_TARGET_MS, MAX_WEIGHT, MIN_WEIGHT
 from loraplex.server.access import Access, StrictRoute, may_use, requires
 from loraplex.server.api_error import ApiError
+from loraplex.server.audit import name_adapters, name_target
 from loraplex.server.auth import KEYLESS, caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.openapi import operation
@@ -209,6 +210,7 @@ class TenantRoutes:
     async def create_tenant(self, request: Request) -> Response:
         """Make a tenant. From the first one on, every request needs a key."""
         body = await self._bodies.read(request, CreateTenantRequest)
+        name_target(request, tenant=body.name)
         wanted = body.name, body.adapter_roots, body.quota.made, body.service.made
         return _json(TenantCard.of(await self._change(self._store.create_tenant, *wanted)))
 
@@ -253,7 +255,9 @@ class TenantRoutes:
     async def create_key(self, request: Request) -> Response:
         """Make a key. The answer has it, and nothing else ever will."""
         body = await self._bodies.read(request, CreateKeyRequest)
+        name_target(request, tenant=body.tenant)
         key, secret = await self._change(self._store.create_key, as_role(body.role), body.tenant, body.label)
+        name_target(request, key=key.key_id, tenant=body.tenant)
         return _json(KeyCard.of(key, secret), {"Cache-Control": "no-store"})
 
     @requires(Access.MANAGE_VERB)
@@ -273,6 +277,7 @@ class TenantRoutes:
     async def share(self, request: Request) -> Response:
         """Say which tenants may use an adapter beside its owner. The adapter may be loaded later."""
         body = await self._bodies.read(request, ShareRequest)
+        name_adapters(request, body.adapter)
         wanted = (*body.tenants, *([TenantTable.ALL] if body.public else ()))
         return _json(_share_card(body.adapter, list(await self._change(self._store.share, body.adapter, wanted))))
 
