@@ -131,6 +131,14 @@ class RequestState:
         return len(self.token_ids) + self.num_pending_tokens - self.num_scheduled_tokens
 
     @property
+    def num_candidates_a_token(self) -> int:
+        """Of log probabilities of the prompt, until it has run."""
+        num_logprobs = self.request.sampling_params.prompt_logprobs
+        if num_logprobs is None or self.num_scheduled_tokens >= self.num_prompt_tokens:
+            return 0
+        return num_logprobs + 1
+
+    @property
     def needs_commit(self) -> bool:
         """Whether its next step depends on more of the step in flight than the id of the token drawn there, which stays
         on the device.

@@ -283,9 +283,9 @@ class Scheduler:
         if first is None or self._seats_for(first.request.mix) > 1:
             return None
         tenant, budget = first.share, self.levels.budget(self._running)
-        for _, num_tokens in self._next_tokens():
-            budget.take(num_tokens)
-        if not budget.fit(first.num_unscheduled_tokens):
+        for state, num_tokens in self._next_tokens():
+            budget.take(num_tokens, state)
+        if not budget.fit(first):
             return None
         num_seats = (tenant.num_running + 1) / tenant.weight
         served_more = [each for each in self._running if each.share is not tenant and each.share.served >= tenant.place]
@@ -297,10 +297,10 @@ class Scheduler:
         budget = self.levels.budget(self._running)
         for state in self._running:
             is_over = state.is_last_token_pending(self._max_model_len)
-            num_tokens = 0 if is_over else budget.fit(state.num_unscheduled_tokens)
+            num_tokens = 0 if is_over else budget.fit(state)
             if num_tokens > 0:
                 yield state, num_tokens
-                budget.take(num_tokens)
+                budget.take(num_tokens, state)
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> StepBudget:
         """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the last."""
@@ -312,7 +312,7 @@ class Scheduler:
             if state.status is not RequestStatus.RUNNING:
                 continue  # it was preempted itself, or for one before it
             scheduled.append(ScheduledSequence.next_of(state, num_tokens))
-            budget.take(num_tokens)
+            budget.take(num_tokens, state)
         return budget
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
@@ -352,7 +352,7 @@ class Scheduler:
             num_taken = self._seats_for(state.request.mix)
             if num_taken > num_seats and self._running and state.request.mix not in blocked:
                 break  # first come, first served
-            if not budget.fit(state.num_unscheduled_tokens):
+            if not budget.fit(state):
                 break  # an adapter is used by what runs
             try:
                 waits_for = self._acquire_adapter(state, blocked)
@@ -415,7 +415,7 @@ class Scheduler:
                 num_cached = self._blocks.start(state.request, state.token_ids)
                 state.num_computed_tokens = state.num_scheduled_tokens = num_cached
                 has_table = True
-            num_tokens = budget.fit(state.num_unscheduled_tokens)
+            num_tokens = budget.fit(state)
             is_reserved = num_tokens > 0 and self._reserve(state, state.num_unscheduled_tokens)
         finally:
             if not is_reserved:
@@ -440,7 +440,7 @@ class Scheduler:
         self._turns.begin(state)
         if state.request.mix:
             self._mixes[state.request.mix] += 1
-        budget.take(num_tokens)
+        budget.take(num_tokens, state)
         scheduled.append(ScheduledSequence.next_of(state, num_tokens))
         return True
 

@@ -165,7 +165,7 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
     outputs: tuple[TokenOutput, ...]
 
 
-MAX_LOGPROBS_AT_ONCE = 2**13
+MAX_LOGPROBS_AT_ONCE = 2**11
 """In one message: to read it takes a few milliseconds, in which the server answers nothing else."""
 
 

@@ -39,13 +39,13 @@ from loraplex.text.tools.wanted import AnswerReading
 
 _log = logging.getLogger("loraplex.server")
 
-MANY_LOGPROBS = 256
-"""Tokens with log probabilities from which an answer is written in a thread."""
+MANY_LOGPROBS = 512
+"""Candidates of log probabilities from which an answer is written in a thread: some 3 ms."""
 
 LONG_TOKEN_CHARS = 64
-"""A position with log probabilities counts once more for so many characters of the longest added token."""
+"""A candidate of log probabilities counts once more for so many characters of the longest added token."""
 
-SOME_LOGPROBS, SOME_TOKENS = 16, 512
+SOME_LOGPROBS, SOME_TOKENS = 32, 512
 """From which it has a turn of the event loop for itself: sixty answers of a batch may begin or end at one moment."""
 
 MAX_REPEATED_TOKENS = 2**18
@@ -353,12 +353,13 @@ def _check_repeated(field: str, n: int, num_written: int) -> None:
 
 
 def _num_logprobs(output: RequestOutput, item: GenerationItem) -> int:
-    """Positions with log probabilities, of the prompt and of all its completions. One counts more where added tokens
-    are long: the likeliest are not those that are drawn."""
-    num_positions = len(output.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in output.outputs)
-    if not num_positions:
+    """Candidates, of the prompt's positions and of those of all its completions. One counts more where added tokens are
+    long: the likeliest are not those that are drawn."""
+    num = len(output.prompt_logprobs or ()) * (1 + (item.params.prompt_logprobs or 0))
+    num += sum(len(each.logprobs or ()) for each in output.outputs) * (1 + (item.params.logprobs or 0))
+    if not num:
         return 0
-    return num_positions * (1 + tokenizer_of(item.target.text).longest_added_token // LONG_TOKEN_CHARS)
+    return num * (1 + tokenizer_of(item.target.text).longest_added_token // LONG_TOKEN_CHARS)
 
 
 def _num_tokens(output: RequestOutput) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from loraplex.core import (
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.waiting.queue import NUM_LOOKS
+from loraplex.engine.waiting.service_levels import MAX_CANDIDATES, StepBudget
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.sampling_params import NO_CLAIM, Claim
@@ -223,6 +225,39 @@ class TestBudgets:
         harness.add("long", 40)
         sizes = [ran(harness.step()) for _ in range(3)]
         assert sizes == [{"short": 1, "long": 15}, {"short": 1, "long": 15}, {"short": 1, "long": 10}]
+
+    def test_log_probabilities_of_prompts_take_few_tokens_of_a_step(self) -> None:
+        """They cost more than the forward pass of a small model: 2,048 positions with 20 each took half a second."""
+        harness = Harness(num_blocks=400, tokens=2048)
+        harness.add("short", max_tokens=40)
+        harness.step()
+        for name in "ab":
+            harness.add(name, 600, max_tokens=2, prompt_logprobs=20, cache_salt=name)
+        harness.add("plain", 900, max_tokens=2)
+        first = ran(harness.step())
+        most = MAX_CANDIDATES // 21
+        assert first == {"short": 1, "a": most}, "those behind it come in the next steps"
+        while harness.scheduler.has_unfinished:
+            plan = harness.step()
+            scored = [
+                each.num_tokens
+                for each in plan.sequences
+                if each.num_tokens > 1 and each.state.request.sampling_params.prompt_logprobs is not None
+            ]
+            assert sum(scored) <= most
+            assert "short" in ran(plan) or harness.reason("short") is not None
+        assert len(steps_of(harness, "a")) == -(-600 // most) + 1
+        assert {len(harness.tokens(name)) for name in ("a", "b", "plain")} == {2}
+
+    def test_a_position_may_have_more_candidates_than_a_step(self) -> None:
+        harness = Harness()
+        harness.add("a", 5, max_tokens=1)
+        state = harness.scheduler._states["a"]
+        budget = StepBudget(64, 64)
+        with patch.object(type(state), "num_candidates_a_token", MAX_CANDIDATES + 1):
+            assert budget.fit(state) == 1
+            budget.take(1, state)
+            assert budget.fit(state) == 0
 
     def test_no_more_than_max_num_seqs(self) -> None:
         harness = Harness(seqs=2)

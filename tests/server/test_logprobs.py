@@ -136,13 +136,15 @@ def test_a_long_answer_is_written_a_position_at_a_time(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "longest", "is_long"), [(MANY_LOGPROBS + 1, 5, True), (3, 5, False), (20, 815, True)]
+    ("num_tokens", "num_logprobs", "longest", "is_long"),
+    [(MANY_LOGPROBS // 2 + 1, 1, 5, True), (3, 1, 5, False), (20, 1, 815, True), (26, 19, 5, True), (24, 19, 5, False)],
 )
 async def test_what_a_slow_reader_missed_is_written_in_a_thread(
     app: FastAPI,
     engine: FakeAsyncEngine,
     monkeypatch: pytest.MonkeyPatch,
     num_tokens: int,
+    num_logprobs: int,
     longest: int,
     is_long: bool,
 ) -> None:
@@ -163,7 +165,7 @@ async def test_what_a_slow_reader_missed_is_written_in_a_thread(
 
     monkeypatch.setattr(engine, "generate", slowly_read)
     async with client_of(app) as client:
-        await stream(client, prompt="hi", max_tokens=num_tokens + 1, logprobs=1, ignore_eos=True)
+        await stream(client, prompt="hi", max_tokens=num_tokens + 1, logprobs=num_logprobs, ignore_eos=True)
     on_loop = [each == threading.get_ident() for each in threads]
     assert on_loop == [True, not is_long]
 
@@ -253,7 +255,7 @@ async def test_long_answers_of_one_client_are_written_one_at_a_time(
         return completion_logprobs(*arguments)
 
     monkeypatch.setattr(completions, "completion_logprobs", counted)
-    fields = {"prompt": "x" * (MANY_LOGPROBS + 1), "max_tokens": 1, "logprobs": 1, "echo": True}
+    fields = {"prompt": "x" * (MANY_LOGPROBS // 2 + 1), "max_tokens": 1, "logprobs": 1, "echo": True}
     ask = stream if is_stream else complete
     await asyncio.gather(*(ask(client, **fields) for _ in range(6)))
     assert most == [1]

@@ -25,18 +25,35 @@ GROWTH = 16
 CALM_SHARE = 0.8
 
 
+MAX_CANDIDATES = 4096
+"""Of log probabilities of prompts, in a step: each takes microseconds of Python, here and in the server."""
+
+
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens that a step may still run; of them, tokens of prompts."""
+    """Tokens that a step may still run; of them, tokens of prompts; and candidates of prompts' log probabilities."""
 
     num_tokens: int
     num_prompt_tokens: int
+    num_candidates: int = MAX_CANDIDATES
 
-    def fit(self, num_tokens: int) -> int:
+    def fit(self, state: RequestState) -> int:
         """How many of a request's next tokens; one alone is a token that was drawn."""
-        return min(num_tokens, self.num_tokens, self.num_prompt_tokens if num_tokens > 1 else self.num_tokens)
+        num_tokens = state.num_unscheduled_tokens
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, self.num_prompt_tokens, self._num_scored(state))
+        return min(num_tokens, self.num_tokens)
 
-    def take(self, num_tokens: int) -> None:
+    def _num_scored(self, state: RequestState) -> int:
+        """How many tokens the candidates are for: one at least, where none is taken."""
+        each = state.num_candidates_a_token
+        if not each:
+            return self.num_tokens
+        return max(self.num_candidates // each, int(self.num_candidates == MAX_CANDIDATES))
+
+    def take(self, num_tokens: int, state: RequestState) -> None:
+        """Before the state knows that they are scheduled."""
+        self.num_candidates -= num_tokens * state.num_candidates_a_token
         self.num_tokens -= num_tokens
         self.num_prompt_tokens -= num_tokens if num_tokens > 1 else 0
 

@@ -72,7 +72,7 @@ def test_targets_add_to_the_bound_what_is_said_and_no_more(
     differences = []
     for _ in range(250):
         for claim in claims:
-            load.keep_waiting(claim, 3)
+            load.keep_waiting(claim, SEATS)  # they cannot all end in one step
         load.step()
         differences.append([load.served(one) - load.served("t0") for one in ("t1", "t2")])
     for which in range(2):
