@@ -28,6 +28,7 @@ from loraplex.models.dominant import DominantMerger
 from loraplex.performance.profiler import STEP_PARTS, Profiler
 from loraplex.performance.steps import StepProfile, StepRecorder, StepRow
 from loraplex.structured.grammars import GrammarCompiler, GrammarState
+from loraplex.tenants.fair_limit import has_room
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class EngineCore:
             self._checked_prompt = checked
         if self._scheduler.has(request.request_id):
             raise InvalidRequestError(f"request {request.request_id[:40]!r} is known already")
-        if self._scheduler.num_waiting >= self._max_waiting_requests:
+        if not self._has_room(request.claim.tenant):
             error = EngineOverloadedError(f"{self._scheduler.num_waiting} requests wait already; try again later")
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error.to_payload())]
         for refusal in filter(None, map(self._caretaker.refusal, request.adapter_ids)):
@@ -186,6 +187,15 @@ class EngineCore:
         self._caretaker.arrived(request)
         self._scheduler.add(request, is_prompt_checked=vocab_size is not None, grammar=self._grammar_of(request))
         return []
+
+    def _has_room(self, tenant: str) -> bool:
+        """For one more waiting request."""
+        limit, total = self._max_waiting_requests, self._scheduler.num_waiting + 1
+        if total <= limit:
+            return True
+        shares = self._scheduler.shares()
+        own = next((each.num_requests - each.num_running for each in shares if each.name == tenant), 0)
+        return has_room(limit, total, tenant, own + 1)
 
     def _grammar_of(self, request: Request) -> GrammarState | None:
         wanted = request.sampling_params.structured_outputs

@@ -71,6 +71,7 @@ from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
 from loraplex.sampling_params import NO_CLAIM, Claim
 from loraplex.structured.params import StructuredOutputsParams
+from loraplex.tenants.fair_limit import FairLimit
 from loraplex.text.processor import PreparedRequest
 from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
@@ -161,7 +162,7 @@ class AsyncEngine(AdapterVerbs):
             lambda stream: self._front.is_forced_out(ref.adapter_id for ref in stream.refs),
             self._fail_stream,
         )
-        self._num_completions = 0  # of all streams
+        self._places = FairLimit(config.max_waiting_requests + config.max_num_seqs)  # of completions
         self._store = RemoteStore(self._runners.call_store, asyncio.get_running_loop())
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
@@ -351,29 +352,31 @@ class AsyncEngine(AdapterVerbs):
         refs: tuple[LoRARef, ...],
         on_output: Callable[[RequestOutput], None] | None,
     ) -> OutputStream:
-        num_completions, limit = len(prepared.children), self.config.max_waiting_requests + self.config.max_num_seqs
-        if self._num_completions + num_completions > limit:
-            raise EngineOverloadedError(
-                f"{self._num_completions} requests are running or waiting, each completion counted, and {limit} are "
-                "the limit; try again later (--max-waiting-requests)"
-            )
         if refs and self._front.is_forced_out(ref.adapter_id for ref in refs):
             names = ", ".join(repr(ref.adapter_name) for ref in refs)
             raise RequestAbortedError(f"adapter {names} was unloaded by force before this request began")
         message = msg.AddRequests.of(prepared.children)
+        tenant, num_completions = prepared.children[0].claim.tenant, len(prepared.children)
         self._front.outputs.add(prepared)
-        placement = None
+        placement, has_places = None, False
         try:
+            has_places = self._places.take(tenant, num_completions)
+            if not has_places:
+                raise EngineOverloadedError(
+                    f"{self._places.total} requests are running or waiting, each completion counted, and "
+                    f"{self._places.limit} are the limit; try again later (--max-waiting-requests)"
+                )
             placement = self._runners.place(message, max((ref.max_rank for ref in refs), default=0))
             placement.runner.client.send(message)
         except BaseException:
             if placement is not None:
                 placement.end()
+            if has_places:
+                self._places.give_back(tenant, num_completions)
             self._front.outputs.remove(prepared.request_id)
             raise
-        on_end = partial(self._end_stream, refs, num_completions)
+        on_end = partial(self._end_stream, refs, tenant, num_completions)
         stream = OutputStream(prepared.request_id, refs, placement, on_end, on_output)
-        self._num_completions += num_completions
         self._streams[prepared.request_id] = stream
         return stream
 
@@ -391,8 +394,8 @@ class AsyncEngine(AdapterVerbs):
             stream.placement.runner.abort(running)
             stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
 
-    def _end_stream(self, refs: tuple[LoRARef, ...], num_completions: int) -> None:
-        self._num_completions -= num_completions
+    def _end_stream(self, refs: tuple[LoRARef, ...], tenant: str, num_completions: int) -> None:
+        self._places.give_back(tenant, num_completions)
         self._front.release(refs)
 
     def _fail_stream(self, stream: OutputStream, error: LoraplexError) -> None:

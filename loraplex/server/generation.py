@@ -36,6 +36,7 @@ from loraplex.server.streaming import merge
 from loraplex.server.telemetry.series import RequestSeries
 from loraplex.server.telemetry.tracing import current_trace
 from loraplex.server.tenants.metering import Charge, billed, was_aborted
+from loraplex.tenants.fair_limit import FairLimit
 from loraplex.tenants.usage import OF_MIXES, Tab
 
 _PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?!/v1/)(?:~|\.{1,2})?/[^\s'\",;:()]+")
@@ -136,8 +137,7 @@ class InFlight:
 
     def __init__(self, engine: EngineSurface, max_prompt_tokens: int) -> None:
         self._engine = engine
-        self._max_prompt_tokens = max_prompt_tokens
-        self._num_prompt_tokens = 0
+        self._prompt_tokens = FairLimit(max_prompt_tokens, lets_one_in=True)
         self._request_ids: set[str] = set()
         self._expired: dict[str, None] = {}  # in the order in which they are aborted
         self._aborting: asyncio.Task[None] | None = None
@@ -147,28 +147,29 @@ class InFlight:
         return len(self._request_ids)
 
     @contextlib.contextmanager
-    def track(self, request_id: str, num_prompt_tokens: int, deadline: Deadline | None = None) -> Iterator[None]:
+    def track(
+        self, request_id: str, num_prompt_tokens: int, deadline: Deadline | None = None, tenant: str = ""
+    ) -> Iterator[None]:
         """The request is one of these inside the block, and is aborted when its deadline passes.
 
         Raises EngineOverloadedError where the prompts of all are too long together: each token is kept as a number in
         two processes. One alone has room.
         """
-        if self._num_prompt_tokens and self._num_prompt_tokens + num_prompt_tokens > self._max_prompt_tokens:
+        held = self._prompt_tokens
+        if not held.take(tenant, num_prompt_tokens):
             raise EngineOverloadedError(
-                f"the prompts of running and waiting requests have {self._num_prompt_tokens} tokens, this one has "
-                f"{num_prompt_tokens}, and {self._max_prompt_tokens} are the limit; try again later "
-                "(--max-waiting-tokens)"
+                f"the prompts of running and waiting requests have {held.total} tokens, this one has "
+                f"{num_prompt_tokens}, and {held.limit} are the limit; try again later (--max-waiting-tokens)"
             )
         timer = None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline.left_s, self._expire, request_id)
         self._request_ids.add(request_id)
-        self._num_prompt_tokens += num_prompt_tokens
         try:
             yield
         finally:
             self._request_ids.discard(request_id)
-            self._num_prompt_tokens -= num_prompt_tokens
+            held.give_back(tenant, num_prompt_tokens)
             self._expired.pop(request_id, None)
             if timer is not None:
                 timer.cancel()
@@ -293,7 +294,9 @@ class Generator:
         num_prompt_tokens = len(item.prompt.token_ids)
         with (
             self._recorded(index, generation) as tab,
-            self._in_flight.track(item.engine_request_id, num_prompt_tokens, generation.deadline),
+            self._in_flight.track(
+                item.engine_request_id, num_prompt_tokens, generation.deadline, generation.claim.tenant
+            ),
         ):
             see = tab.see if charge is None else partial(charge.see, index)
             source = self._engine.generate(

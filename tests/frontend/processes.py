@@ -18,7 +18,7 @@ from loraplex.core import AdapterChoice, RequestOutput
 from loraplex.demo.tasks import assets_path
 from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import AsyncEngine
-from loraplex.sampling_params import SamplingParams
+from loraplex.sampling_params import NO_CLAIM, Claim, SamplingParams
 from tests.frontend.holding_process import HOLD_ID, LET_GO_ID
 
 PATIENCE_S = 120.0
@@ -80,12 +80,13 @@ class Client:
         *,
         request_id: str | None = None,
         lora_request: Any = None,
+        claim: Claim = NO_CLAIM,
         **params: Any,
     ) -> AsyncIterator[RequestOutput]:
         self._num_requests += 1
         chosen = SamplingParams(**{"temperature": 0, "max_tokens": 64, **params})
         request_id = request_id or f"r{self._num_requests}"
-        return self.engine.generate(prompt, chosen, request_id, model=model, lora_request=lora_request)
+        return self.engine.generate(prompt, chosen, request_id, model=model, lora_request=lora_request, claim=claim)
 
     async def outputs(self, prompt: Any, model: AdapterChoice = None, **options: Any) -> list[RequestOutput]:
         async with asyncio.timeout(PATIENCE_S):

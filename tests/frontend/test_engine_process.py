@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
-from loraplex.core import RequestOutput
+from loraplex.core import Claim, RequestOutput
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import (
     ConfigError,
@@ -228,6 +228,29 @@ async def test_more_requests_than_may_wait_are_refused(small: Client) -> None:
     assert [str(end) for end in ended[:2]] == ["banana", "banana"]
     assert all(isinstance(end, EngineOverloadedError) for end in ended[2:])
     assert await small.ask("tiger=") == "tiger"
+    await within(small.engine.check_integrity())
+
+
+async def test_a_tenant_that_fills_the_queue_leaves_each_other_one_its_share(small: Client) -> None:
+    """`--max-num-seqs 2 --max-waiting-requests 2`, and 60 connections of one tenant: another got 429 each time."""
+    acme = [asyncio.create_task(small.ask("banana=", claim=Claim("acme"))) for _ in range(2)]
+    await until(lambda: small.engine.num_unfinished == 2)
+    pid = small.engine.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        acme += [asyncio.create_task(small.ask("banana=", claim=Claim("acme"))) for _ in range(2)]
+        await until(lambda: small.engine.num_unfinished == 4)
+        with pytest.raises(EngineOverloadedError):
+            await small.ask("tiger=", claim=Claim("acme"))
+        beta = asyncio.create_task(small.ask("tiger=", claim=Claim("beta")))
+        await until(lambda: small.engine.num_unfinished == 5)
+        with pytest.raises(EngineOverloadedError):
+            await small.ask("tiger=", claim=Claim("beta"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert await within(beta) == "tiger"
+    await within(asyncio.gather(*acme, return_exceptions=True))
     await within(small.engine.check_integrity())
 
 
