@@ -99,6 +99,16 @@ def check_label(label: str) -> None:
         raise InvalidRequestError(text, param="label")
 
 
+def check_root(root: str) -> None:
+    """Of a tenant: a directory from the root of the file system on, as each server that reads it may have been started
+    elsewhere, or a place of the hub or a store. Raises InvalidRequestError."""
+    if not root.startswith(("/", "hf://", "s3://")) or not root.isprintable():
+        text = (
+            f"{shown(root)} is no place inside an --adapter-root: give a path from / on, hf://ORG or s3://BUCKET/PREFIX"
+        )
+        raise InvalidRequestError(text, param="adapter_roots")
+
+
 def as_role(name: str | None) -> Role:
     """None: `tenant`. Raises InvalidRequestError."""
     try:

@@ -53,6 +53,7 @@ from loraplex.tenants.records import (
     TenantTable,
     check_label,
     check_role,
+    check_root,
     check_tenant_name,
     key_digest,
     new_secret,
@@ -158,6 +159,8 @@ class TenantStore:
         """Raises InvalidRequestError for a name that cannot be, and TenantConflictError for one that was ever given,
         or that adapters of the operator begin with."""
         check_tenant_name(name)
+        for root in adapter_roots:
+            check_root(root)
         tenant = Tenant(name, self._clock(), tuple(adapter_roots), limits or Limits(), service or ServiceLevel())
         with self._change() as connection:
             is_old = sa.select(TENANTS_TABLE.c.deleted_time).where(TENANTS_TABLE.c.name == name)
@@ -179,7 +182,9 @@ class TenantStore:
         limits: Limits | None = None,
         service: ServiceLevel | None = None,
     ) -> Tenant:
-        """What is None stays. Raises TenantNotFoundError."""
+        """What is None stays. Raises TenantNotFoundError, and InvalidRequestError for a root that is no place."""
+        for root in adapter_roots or ():
+            check_root(root)
         with self._change() as connection:
             tenant = _living(connection, name)
             tenant = replace(

@@ -50,6 +50,17 @@ def test_a_tenant_with_its_roots_and_limits(store: TenantStore) -> None:
     assert store.tenants() == [changed]
 
 
+@pytest.mark.parametrize("root", ["adapters", "./adapters", "../x", "file:///srv", "", "/srv/\x1b[1m", "hf:/x"])
+def test_a_root_that_is_no_place_is_refused(store: TenantStore, root: str) -> None:
+    """A relative one was taken, and each load from it failed later."""
+    with pytest.raises(InvalidRequestError, match="--adapter-root"):
+        store.create_tenant("acme", ["/srv", root])
+    store.create_tenant("acme", ["/srv", "hf://org", "s3://bucket/loras"])
+    with pytest.raises(InvalidRequestError, match="--adapter-root"):
+        store.change_tenant("acme", [root])
+    assert store.tenant("acme").adapter_roots == ("/srv", "hf://org", "s3://bucket/loras")
+
+
 def test_a_service_level_is_kept_beside_limits(store: TenantStore) -> None:
     limits, service = Limits(pins=1), ServiceLevel(weight=0.5, ttft_target_ms=100)
     made = store.create_tenant("acme", limits=limits, service=service)
