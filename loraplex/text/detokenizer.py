@@ -92,12 +92,24 @@ class _WindowStream:
     def _settle(self, is_last: bool) -> str:
         tokens = self._context + self._held
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        can_wait = not is_last and len(self._held) < _MAX_UNFINISHED_TOKENS
-        if can_wait and self._tokenizer.has_split_characters and text.endswith(_REPLACEMENT):
-            return ""
+        if not is_last and self._tokenizer.has_split_characters and text.endswith(_REPLACEMENT):
+            if len(self._held) < _MAX_UNFINISHED_TOKENS:
+                return ""
+            if num_begun := self._num_begun_tokens(tokens, text):
+                begun, self._held = self._held[-num_begun:], self._held[:-num_begun]
+                said = self._settle(is_last=True)
+                self._held = begun
+                return said
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)
         self._context, self._held = tokens[-_CONTEXT_TOKENS:], []
         return text[_common_length(before, text) :]
+
+    def _num_begun_tokens(self, tokens: Sequence[int], text: str) -> int:
+        """Tokens at the end that are one U+FFFD together: they may begin a character. 0: what they say is certain."""
+        for num in (1, 2, 3):
+            if text == self._tokenizer.decode(tokens[:-num], skip_special_tokens=False) + _REPLACEMENT:
+                return num
+        return 0
 
 
 def _num_begun(end: bytes) -> int:

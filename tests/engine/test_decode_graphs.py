@@ -364,7 +364,7 @@ def test_replays_equal_eager_steps_whatever_happens(
         "compact": lambda _, __: driver.engine.adapters.compact(1 << 20, math.inf),
     }
 
-    @settings(max_examples=16, deadline=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, derandomize=True)
     @given(rounds=ROUNDS)
     def play(rounds: list[tuple[str, str | None, int]]) -> None:
         asked.clear()

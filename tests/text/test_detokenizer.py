@@ -67,6 +67,16 @@ def test_equals_the_decoding_of_encoded_text(kind: str, skips: bool, text: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num", range(1, 12))
+@pytest.mark.parametrize("then", ["\x80", "é", "€", "😀", "a"])
+def test_a_text_of_replacement_characters_hides_no_beginning_of_another(kind: str, num: int, then: str) -> None:
+    """So many tokens that it is taken as it is, in the middle of a character."""
+    tokenizer = TOKENIZERS[kind]
+    token_ids = tokenizer.encode("\ufffd" * num + then * 3)
+    assert stream(tokenizer, token_ids).text == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skips", [True, False])
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)

@@ -23,7 +23,7 @@ from loraplex.core import (
     mix_digest,
 )
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError, PromptTooLongError
-from loraplex.frontend.messages import step_outputs
+from loraplex.frontend.messages import MAX_LOGPROBS_AT_ONCE, step_outputs
 from loraplex.text import processor
 from loraplex.text.output_collections import Prefix
 from loraplex.text.processor import (
@@ -409,9 +409,13 @@ def test_logprobs_of_a_prompt_that_came_in_parts_are_whole_with_the_first_token(
     scored = tuple({5 + token % 200: Logprob(-1.0, 1)} for token in range(20_000))
     token = TokenOutput(prepared.children[0].request_id, (9,), prompt_logprobs=scored)
     messages = list(step_outputs([TokenOutput(prepared.children[1].request_id, (7,)), token]))
-    assert max(len(each.prompt_logprobs or ()) for message in messages for each in message.outputs) <= 8192
+    assert (
+        max(len(each.prompt_logprobs or ()) for message in messages for each in message.outputs) <= MAX_LOGPROBS_AT_ONCE
+    )
     told = [engine.outputs.process_step(message.outputs) for message in messages]
-    assert [len(each) for each in told] == [0, 0, 1], "a part is no news, and both completions are one"
+    assert [len(each) for each in told] == [0] * (-(-20_000 // MAX_LOGPROBS_AT_ONCE) - 1) + [1], (
+        "a part is no news, and both completions are one"
+    )
     output = request_output(told[-1][0])
     assert [each.token_ids for each in output.outputs] == [(9,), (7,)]
     assert [None if each is None else list(each) for each in output.prompt_logprobs or ()] == [None, *map(list, scored)]
