@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import threading
 from contextlib import closing
@@ -651,3 +652,38 @@ def test_a_revoked_key_is_in_the_next_copy(tmp_path: Path) -> None:
 
 def test_the_roles_of_rows_are_the_roles() -> None:
     assert set(get_args(get_type_hints(KeyRow)["role"])) == {*map(str, Role)} - {"inference"}
+
+
+def test_a_journal_whose_log_was_emptied_is_refused_and_restored_from_its_copy(tmp_path: Path) -> None:
+    """All of it was in SQLite's log: the server started without tenants, open to all."""
+    directory, lost = tmp_path / "state", tmp_path / "lost"
+    with SqliteJournal(directory, BASE) as journal, closing(open_store(directory, None)) as store:
+        store.create_tenant("acme")
+        key, _ = store.create_key(Role.TENANT, "acme")
+        journal.record([NameChange("sql", named("sql"))]).result()
+        shutil.copytree(directory, lost)
+        journal._copy()
+        shutil.rmtree(lost / "copies")
+        shutil.copytree(directory / "copies", lost / "copies")
+    (lost / "journal.sqlite-wal").write_bytes(b"")
+    (lost / "journal.sqlite-shm").unlink(missing_ok=True)
+    report = repair.check_state(lost)
+    assert "older than its copy" in report.describe()
+    with pytest.raises(ConfigError, match=r"older than its copy .*state check"):
+        SqliteJournal(lost, BASE)
+    assert repair.repair_state(lost).restored == ("sql",)
+    assert repair.check_state(lost).is_whole
+    with SqliteJournal(lost, BASE) as journal, closing(open_store(lost, None)) as store:
+        assert [each.key_id for each in store.read().keys.values()] == [key.key_id]
+        assert "sql" in journal.names
+
+
+def test_what_a_copy_has_is_in_the_journals_own_file(tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    with SqliteJournal(directory, BASE) as journal, closing(open_store(directory, None)) as store:
+        store.create_tenant("acme")
+        store.close()
+        journal._copy()
+        alone = shutil.copy(directory / "journal.sqlite", tmp_path / "alone.sqlite")
+        with closing(sqlite3.connect(alone)) as database:
+            assert database.execute("SELECT name FROM tenants").fetchall() == [("acme",)]

@@ -64,3 +64,16 @@ def time_of(copy: Path) -> str:
 
 def _day(copy: Path) -> str:
     return copy.name[: len("journal-20261122")]
+
+
+def counts_of(file: Path) -> tuple[int, int]:
+    """The highest adapter_id and the number of the last change of tenants that a copy has, which never fall. (0, 0): it
+    cannot be read."""
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+            found = dict(database.execute("SELECT key, value FROM about WHERE key IN ('last_adapter_id', 'tenants')"))
+    except (sqlite3.Error, OSError, ValueError):
+        return 0, 0
+    last_adapter_id, revision = (str(found.get(key, "0")) for key in ("last_adapter_id", "tenants"))
+    is_number = [each.isascii() and each.isdigit() and len(each) < 19 for each in (last_adapter_id, revision)]
+    return int(last_adapter_id) if is_number[0] else 0, int(revision) if is_number[1] else 0

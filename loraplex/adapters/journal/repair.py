@@ -13,11 +13,11 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from loraplex.adapters.journal.copies import JournalCopies, time_of
+from loraplex.adapters.journal.copies import JournalCopies, counts_of, time_of
 from loraplex.adapters.journal.damage import Damage
 from loraplex.adapters.journal.state_directory import StateDirectory
 from loraplex.adapters.journal.tables import DamagedJournalError, JournalContents, JournalTables
@@ -166,6 +166,8 @@ def _examine(directory: StateDirectory) -> _Found:
         copy_time=time_of(copy_file or copies[0]) if copies else None,
     )
     tenants = known[0].tenants if known else TenantRows()
+    if tenants.revision is not None and copies:  # else the repaired journal would be older than its copy
+        tenants = replace(tenants, revision=str(max(int(tenants.revision), counts_of(copies[0])[1])))
     return _Found(report, names, max((each.last_adapter_id for each in known), default=0), texts, tenants)
 
 
@@ -175,7 +177,10 @@ def _read_journal(directory: StateDirectory) -> JournalContents:
         raise DamagedJournalError(f"{directory.journal_file} is {'empty' if is_empty else 'missing'}")
     directory.make_private(directory.journal_file)
     with closing(JournalTables(directory.journal_file, None)) as tables:
-        return tables.read(with_usage=True)
+        contents = tables.read(with_usage=True)
+    if not contents.damages:
+        contents.check_age(JournalCopies(directory.copies))
+    return contents
 
 
 def _newest_readable(copies: list[Path]) -> tuple[Path | None, JournalContents | None]:

@@ -95,6 +95,8 @@ class SqliteJournal:
             try:
                 tables = opened.enter_context(closing(JournalTables(directory.journal_file, base_model)))
                 contents = tables.read()
+                if not contents.damages:
+                    contents.check_age(self._copies)
             except DamagedJournalError as error:
                 raise ConfigError(f"{error}; {remedy}") from error
             if contents.damages:

@@ -14,7 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from loraplex.adapters.journal.copies import JournalCopies
+from loraplex.adapters.journal.copies import JournalCopies, counts_of, time_of
 from loraplex.adapters.journal.damage import Damage, DamagedRecordError, Row, check_together, name_record
 from loraplex.adapters.journal.rows import (
     ABOUT,
@@ -117,6 +117,14 @@ class JournalContents:
     last_adapter_id: int
     damages: tuple[Damage, ...] = ()
     tenants: TenantRows = field(default_factory=TenantRows)
+
+    def check_age(self, copies: JournalCopies) -> None:
+        """Raises DamagedJournalError where the newest copy knows more: what was written since was in SQLite's log, and
+        that is lost. Else the server started without its tenants, open to all."""
+        for copy in copies.files()[:1]:
+            last_adapter_id, revision = counts_of(copy)
+            if self.last_adapter_id < last_adapter_id or int(self.tenants.revision or 0) < revision:
+                raise DamagedJournalError(f"the journal is older than its copy of {time_of(copy)}")
 
 
 class JournalTables:
@@ -253,7 +261,9 @@ class JournalTables:
         with self._engine.connect() as connection:
             source = connection.connection.driver_connection
             assert isinstance(source, sqlite3.Connection)
-            return copies.add(source)
+            made = copies.add(source)
+            source.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()  # what a copy has is not in the log alone
+            return made
 
     def raise_last_adapter_id(self, last_adapter_id: int) -> None:
         """No id up to this one is given again, even if no version in the journal has it."""
