@@ -50,6 +50,22 @@ class LongAnswers:
         await send({"type": "http.response.body", "body": ANSWER})
 
 
+class StreamsOfLogprobs:
+    """An application whose answers are streams, each of outputs that take so many bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        hold = connections.hold_outputs.get()
+        assert hold is not None
+        hold(self.num_bytes)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
 async def turns(count: int = 100) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -78,15 +94,25 @@ async def test_of_a_long_answer_one_piece_waits_for_the_client(connection: Conne
     assert connection.transport.written.endswith(b"\r\n\r\n" + ANSWER)
 
 
-async def test_answers_that_are_not_read_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "num_bytes", "app"),
+    [
+        ("MAX_UNREAD_BYTES", 2 * len(ANSWER), LongAnswers()),
+        ("MAX_OUTPUT_BYTES", 100, StreamsOfLogprobs(50)),  # kept until they are sent: 52 streams took 1.2 GB
+    ],
+    ids=["answers", "log probabilities of streams"],
+)
+async def test_answers_that_are_not_read_are_bounded_together(
+    limit: str, num_bytes: int, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was read least recently is cut off; one alone never is, and what is read to its end counts no more."""
-    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 2 * len(ANSWER))
+    monkeypatch.setattr(connections, limit, num_bytes)
     shared = Connection().connections
     clients = []
     for _ in range(4):
         client = Connection()
         client.protocol.server_connections = client.connections = shared  # type: ignore[misc]
-        client.protocol.app = LongAnswers()
+        client.protocol.app = app
         client.transport.is_unread = True
         client.feed(ASK)
         await turns()
@@ -103,61 +129,11 @@ async def test_answers_that_are_not_read_are_bounded_together(monkeypatch: pytes
         await turns()
     again = Connection()
     again.protocol.server_connections = shared  # type: ignore[misc]
-    again.protocol.app = LongAnswers()
+    again.protocol.app = app
     again.transport.is_unread = True
     again.feed(ASK)
     await turns()
     assert not clients[3].transport.is_aborted
-    for client in (*clients, again):
-        client.protocol.connection_lost(None)
-        await client.settle()
-
-
-class StreamsOfLogprobs:
-    """An application whose answers are streams, each of outputs that take so many bytes."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        hold = connections.hold_outputs.get()
-        assert hold is not None
-        hold(self.num_bytes)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(100):
-            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def test_log_probabilities_of_streams_that_are_not_read_are_bounded_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They are kept until the stream has sent them: 52 streams of one key took 1.2 GB."""
-    monkeypatch.setattr(connections, "MAX_OUTPUT_BYTES", 100)
-    shared = Connection().connections
-    clients = []
-    for _ in range(4):
-        client = Connection()
-        client.protocol.server_connections = client.connections = shared  # type: ignore[misc]
-        client.protocol.app = StreamsOfLogprobs(50)
-        client.transport.is_unread = True
-        client.feed(ASK)
-        await turns()
-        clients.append(client)
-        if len(clients) == 2:  # the first client reads, the second does not
-            clients[0].transport.read()
-            await turns()
-    assert [client.transport.is_aborted for client in clients] == [True, True, False, False]
-    assert shared.refused == {"unread_answers": 2}
-    while clients[2].state.tasks:
-        clients[2].transport.read()
-        await turns()
-    again = Connection()
-    again.protocol.server_connections = shared  # type: ignore[misc]
-    again.protocol.app = StreamsOfLogprobs(50)
-    again.feed(ASK)
-    await turns()
-    assert not clients[3].transport.is_aborted, "what was read to its end counts no more"
     for client in (*clients, again):
         client.protocol.connection_lost(None)
         await client.settle()
