@@ -55,6 +55,9 @@ def sampler_findings(place: Place, is_small: bool) -> Iterator[Finding]:
 
 # --------------------------------------------------------------------------------------------------------------- models
 
+MEMORY_BYTES = 256 << 20
+"""Of each kind: far more than these models need. A GPU has room for what runs beside a check."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -90,7 +93,8 @@ def _asked(zoo: ModelZoo, base: Path, adapters: Sequence[str], num_tokens: int) 
 def _llm(place: Place, base: Path, **settings: Any) -> LLM:
     common = {"device": place.device.type, "dtype": "float32", "lora_backend": "triton", "disk_memory_bytes": 0}
     sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 128, "enable_diagnosis": False}
-    return LLM(str(base), **common, **sizes, **settings)
+    memory = dict.fromkeys(("kv_cache_memory_bytes", "adapter_memory_bytes", "host_memory_bytes"), MEMORY_BYTES)
+    return LLM(str(base), **common, **sizes, **memory, **settings)
 
 
 def _parity_findings(

@@ -118,7 +118,7 @@ def measure_ceilings(place: Place) -> Ceilings:
 
 
 def _copy_bandwidth(place: Place) -> float:
-    source = torch.empty(2 * 2**30, dtype=BF16, device=place.device).normal_()
+    source = torch.empty(2**29, dtype=BF16, device=place.device).normal_()
     target = torch.empty_like(source)
     return 2.0 * source.nbytes / time_calls([lambda: target.copy_(source)], place).seconds
 
