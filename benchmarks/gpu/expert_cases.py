@@ -22,6 +22,9 @@ from loraplex.kernels.torch_ops import TorchBackend
 NUM_ROUTES = 4
 RANK = 16
 
+EAGER_PEERS = frozenset({"torch"})
+"""Stock torch asks on the host which rows an expert has."""
+
 
 class ExpertLayer:
     """A layer's experts in one form, one row for each entry of `slots` (-1: of the base).

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.expert_cases import expert_layers
+from benchmarks.gpu.expert_cases import EAGER_PEERS, expert_layers
 from benchmarks.gpu.flash_attention import flash_absence, flash_backend
 from benchmarks.gpu.inputs import (
     BLOCK_SIZE,
@@ -39,7 +39,7 @@ class Case:
     """build(): calls that do the same on different memory. num_bytes, operations: the least of one call.
 
     target: a name of TARGETS. backend: whose kernels are to run; None: the place's. missing: peers that are not here,
-    and why.
+    and why. eager_peers: those that look at their data on the host, which no graph can hold.
     """
 
     group: str
@@ -51,6 +51,7 @@ class Case:
     target: str = ""
     backend: KernelBackend | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
+    eager_peers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -377,7 +378,10 @@ def _linear_case(place: Place, shape: Shape, linear: str, rows: int, quantizatio
 
 def expert_cases(place: Place) -> Iterator[Case]:
     for group, layer, peers in expert_layers(place):
-        yield Case(group, layer.name, layer.num_bytes, layer.operations, layer.build, peers)
+        yield Case(
+            group, layer.name, layer.num_bytes, layer.operations, layer.build, peers,
+            eager_peers=EAGER_PEERS & peers.keys(),
+        )  # fmt: skip
 
 
 GROUPS: Mapping[str, Callable[[Place], Iterator[Case]]] = {

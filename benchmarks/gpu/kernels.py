@@ -4,11 +4,12 @@
     python -m benchmarks.gpu.kernels --only lora --match 'r16 T=32' --json results/gpu-kernels.json
     python -m benchmarks.gpu.kernels --interpret                           on a CPU, in seconds: only whether it runs
 Both ceilings are measured first. Times are medians over replays of a CUDA graph; weights, adapters and keys come from
-memory, not from the L2. floor: the larger of bytes / copy bandwidth and operations / matrix rate; of floor: floor /
-time. Peers: bmm (each row with its adapter out of a stacked tensor; rows that share one gather it first),
-torch._grouped_mm, what stock torch has for the operator, and FlashAttention 3 for prompts where it is installed.
-target: of docs/gpu.md, on a GPU only; faster: than bmm and grouped. A case that stock torch ran has failed. Exit code 1
-when a case did not run or nothing was timed; 130 after Ctrl-C, with what was timed until then.
+memory, not from the L2. Stock torch's experts are timed without a graph, which cannot hold them. floor: the larger of
+bytes / copy bandwidth and operations / matrix rate; of floor: floor / time. Peers: bmm (each row with its adapter out
+of a stacked tensor; rows that share one gather it first), torch._grouped_mm, what stock torch has for the operator, and
+FlashAttention 3 for prompts where it is installed. target: of docs/gpu.md, on a GPU only; faster: than bmm and grouped.
+A case that stock torch ran has failed. Exit code 1 when a case did not run or nothing was timed; 130 after Ctrl-C, with
+what was timed until then.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HEADINGS = (
 class Timed:
     """One case. peers: microseconds, None where it cannot run the case; missing: those that are not here, and why.
 
-    error: why the case itself did not run.
+    error: why the case itself did not run. eager: what was timed without a graph, of "" (the case) and peers.
     """
 
     group: str
@@ -52,6 +53,7 @@ class Timed:
     error: str = ""
     target: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)
+    eager: Sequence[str] = ()
 
     @property
     def best_peer(self) -> float | None:
@@ -70,10 +72,10 @@ def time_case(case: Case, place: Place, ceilings: Ceilings, budget_s: float) -> 
     before = fallback_calls(backend)
     own, error = _time(case.build, place, budget_s)
     error = error or ", ".join(fallen_back(before, fallback_calls(backend)))
-    peers = {}
+    timings = {"": own}
     for name, build in case.peers.items():
-        timing, _ = _time(build, place, budget_s)
-        peers[name] = None if timing is None else 1e6 * timing.seconds
+        timings[name], _ = _time(build, place, budget_s, may_capture=name not in case.eager_peers)
+    peers = {name: None if (timing := timings[name]) is None else 1e6 * timing.seconds for name in case.peers}
     return Timed(
         case.group,
         case.name,
@@ -86,13 +88,14 @@ def time_case(case: Case, place: Place, ceilings: Ceilings, budget_s: float) -> 
         error,
         case.target,
         case.missing,
+        [name for name, timing in timings.items() if timing is not None and not timing.is_captured],
     )
 
 
-def _time(build: Build, place: Place, budget_s: float) -> tuple[Timing | None, str]:
+def _time(build: Build, place: Place, budget_s: float, may_capture: bool = True) -> tuple[Timing | None, str]:
     """(None, why) where it does not run; a lost device ends the program."""
     try:
-        return time_calls(build(), place, budget_s), ""
+        return time_calls(build(), place, budget_s, may_capture), ""
     except Exception as error:  # one that does not compile or fit is a line of the table, and the others are timed
         place.synchronize()
         return None, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:120]}"

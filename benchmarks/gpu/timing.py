@@ -5,11 +5,13 @@ Calls that are timed together read different memory, more than twice the L2 hold
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +30,7 @@ MIN_REPLAYS, MAX_REPLAYS = 7, 200
 @dataclass(frozen=True)
 class Timing:
     """Seconds of one call: the median of replays, and the range of their middle half. is_captured: false where calls
-    could not be."""
+    ran without a graph, so that the time of launches is in it."""
 
     seconds: float
     spread: float
@@ -55,19 +57,31 @@ def copies_for(num_bytes: float, place: Place) -> int:
     return max(1, min(MAX_COPIES, math.ceil(2.5 * l2 / max(1.0, num_bytes))))
 
 
-def time_calls(calls: Sequence[Call], place: Place, seconds: float = 0.2) -> Timing:
-    """One call of several that read different memory; as many replays as fit in `seconds`."""
+def time_calls(calls: Sequence[Call], place: Place, seconds: float = 0.2, may_capture: bool = True) -> Timing:
+    """One call of several that read different memory; as many replays as fit in `seconds`.
+
+    may_capture: false for calls that look at their data on the host.
+    """
     if place.is_interpreted:
         return _time_once(calls[0])
-    for call in calls:
-        call()  # compiles, and makes the libraries' handles
-    torch.cuda.synchronize()
-    rounds = max(1, math.ceil(MIN_CALLS / len(calls)))
-    replay, is_captured = _captured([*itertools.chain.from_iterable([calls] * rounds)])
-    taken = _replays(replay, seconds)
+    stream = _stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()  # compiles, and makes the libraries' handles
+        torch.cuda.synchronize()
+        rounds = max(1, math.ceil(MIN_CALLS / len(calls)))
+        in_turn = [*itertools.chain.from_iterable([calls] * rounds)]
+        replay = _captured(in_turn) if may_capture else None
+        taken = _replays(replay or (lambda: _all_of(in_turn)), seconds)
     low, middle, high = statistics.quantiles(taken, n=4)
-    num_calls = rounds * len(calls)
-    return Timing(middle / num_calls, (high - low) / middle, is_captured)
+    return Timing(middle / len(in_turn), (high - low) / middle, replay is not None)
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """One for all captures and what warms up for them: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def _time_once(call: Call) -> Timing:
@@ -76,21 +90,40 @@ def _time_once(call: Call) -> Timing:
     return Timing(time.perf_counter() - began, 0.0, False)
 
 
-def _captured(calls: Sequence[Call]) -> tuple[Call, bool]:
-    """(what runs them all, whether it is a graph)"""
+def _all_of(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
 
-    def all_of_them() -> None:
-        for call in calls:
-            call()
 
-    graph = torch.cuda.CUDAGraph()
+def _captured(calls: Sequence[Call]) -> Call | None:
+    """Runs them all as a graph of the current stream. None: they cannot be captured."""
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        with torch.cuda.graph(graph):
-            all_of_them()
-    except RuntimeError:  # a peer that looks at its data on the host
-        torch.cuda.synchronize()
-        return all_of_them, False
-    return graph.replay, True
+        _all_of(calls)
+        graph.capture_end()
+    except BaseException as error:
+        abandon(graph, pool)
+        if not isinstance(error, RuntimeError):
+            raise
+        return None
+    return graph.replay
+
+
+def abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """End a capture in which something went wrong.
+
+    CUDA may have ended it already, and capture_end then raises before it tells torch's allocator and random generator.
+    The generator has no way out of a capture but its end, so it gets a new state.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):
+        graph.capture_end()
+    with suppress(RuntimeError):  # it was told
+        torch._C._cuda_endAllocateToPool(device, pool)
+    fresh = torch.Generator(f"cuda:{device}").manual_seed(torch.cuda.initial_seed())
+    torch.cuda.default_generators[device].graphsafe_set_state(fresh.graphsafe_get_state())
+    torch.cuda.synchronize()
 
 
 def _replays(replay: Call, seconds: float) -> list[float]:

@@ -10,24 +10,25 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import adapters, check, engine, kernels
+from benchmarks.gpu import adapters, check, engine, kernels, timing
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.attention_problems import SPLIT_CONTEXT, flash_problems
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
-from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, lora_case
+from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, expert_cases, lora_case
 from benchmarks.gpu.kernel_checks import Finding
 from benchmarks.gpu.kernel_checks import check as check_problem
 from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code, find_place
 from benchmarks.gpu.problems import Problem
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, lora_bytes
-from benchmarks.gpu.timing import Ceilings
+from benchmarks.gpu.timing import Ceilings, Timing
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.kernels.plan import LoraSegment
 from loraplex.kernels.slices import SliceWeights
@@ -197,6 +198,53 @@ def test_what_stock_torch_ran_has_no_time() -> None:
     case = Case("g", "n", 1.0, 1.0, lambda: [lambda: backend.silu_mul(x)], backend=backend)
     timed = kernels.time_case(case, PLACE, Ceilings(1, 1), 0.1)
     assert (timed.us, timed.error) == (None, "stock torch ran silu_mul: why")
+
+
+def test_what_looks_at_the_host_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def time_calls(calls: list[str], place: Place, seconds: float, may_capture: bool) -> Timing:
+        tried.append((calls[0], may_capture))
+        return Timing(1e-6, 0.0, may_capture)
+
+    monkeypatch.setattr(kernels, "time_calls", time_calls)
+    peers = {"torch": lambda: ["torch"], "grouped": lambda: ["grouped"]}
+    case = Case("g", "n", 1.0, 1.0, lambda: ["own"], peers, eager_peers=frozenset({"torch"}))  # type: ignore[arg-type]
+    timed = kernels.time_case(case, PLACE, Ceilings(1, 1), 0.1)
+    assert tried == [("own", True), ("torch", False), ("grouped", True)]
+    assert timed.eager == ["torch"]
+
+
+def test_stock_experts_are_declared() -> None:
+    pytest.importorskip("triton")
+    cases = list(expert_cases(find_place(is_interpreted=True)))
+    assert [case.eager_peers for case in cases if case.peers] == [{"torch"}]
+    assert not any(case.eager_peers for case in cases if not case.peers)
+
+
+def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    class Graph:
+        def capture_begin(self, **options: object) -> None:
+            done.append("begin")
+
+        def capture_end(self) -> None:
+            done.append("end")
+            raise RuntimeError("the capture was invalidated")
+
+    generator = SimpleNamespace(graphsafe_set_state=lambda state: done.append(state))
+    fresh = SimpleNamespace(graphsafe_get_state=lambda: "fresh")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "initial_seed", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: fresh))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: done.append(of), raising=False)
+    assert timing._captured([lambda: done.append("call")]) is None
+    assert done == ["begin", "call", "end", "end", (0, (0, 1)), "fresh"]
 
 
 def test_a_gap_in_a_kernel_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
