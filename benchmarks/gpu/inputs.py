@@ -12,7 +12,7 @@ import torch
 
 from loraplex.core import LoraTarget
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotImage, SlotTable
 from loraplex.kernels.slices import SliceLayout, SliceWeights, align
 from loraplex.kernels.step_batch import AttentionPlan
 
@@ -95,16 +95,22 @@ def make_table(
     buffer = torch.full((size + 64,), POISON, dtype=torch.uint8, device=device)
     table = SlotTable(targets, capacity or len(blocks), buffer)
     on_device: dict[int, torch.Tensor] = {}
+    images: dict[tuple[int, ...], SlotImage] = {}
     cursor = -buffer.data_ptr() % 64
     for slot, of_slot in enumerate(blocks):
         offsets = []
         for packed in of_slot:
-            source = on_device.setdefault(id(packed), packed.block.to(device))
+            if id(packed) not in on_device:
+                on_device[id(packed)] = packed.block.to(device)
+            source = on_device[id(packed)]
             buffer[cursor : cursor + source.numel()].copy_(source)
             offsets.append(cursor)
             cursor += align(source.numel()) + 64
-        names = [(target.name, packed.layouts) for target, packed in zip(targets, of_slot, strict=True)]
-        table.set_image(slot, table.image(names), offsets)
+        kinds = tuple(id(packed.layouts) for packed in of_slot)
+        if kinds not in images:
+            names = [(target.name, packed.layouts) for target, packed in zip(targets, of_slot, strict=True)]
+            images[kinds] = table.image(names)
+        table.set_image(slot, images[kinds], offsets)
     table.flush()
     return table
 

@@ -5,6 +5,7 @@ A case has as many copies of its weights, adapters or keys as the L2 cannot hold
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from benchmarks.gpu.expert_cases import EAGER_PEERS, expert_layers
 from benchmarks.gpu.flash_attention import flash_absence, flash_backend
 from benchmarks.gpu.inputs import (
     BLOCK_SIZE,
+    Packed,
     draw_slots,
     draw_weights,
     make_attention,
@@ -71,6 +73,9 @@ TARGETS = {
 
 MUCH_BYTES = 100e6
 
+GATHERED_BYTES = 4 << 30
+"""Of the adapters that bmm copies for each row: with more it takes longer than all else."""
+
 
 def _target(target: LoraTarget, rank: int, slots: Sequence[int], weight_bytes: float, is_decode: bool) -> str:
     """Of a LoRA case with the backend's own choices."""
@@ -88,7 +93,7 @@ def dtype_of(place: Place) -> torch.dtype:
 
 
 def _randn(place: Place, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=place.device).to(dtype_of(place))
+    return torch.empty(shape, dtype=dtype_of(place), device=place.device).normal_()
 
 
 # ----------------------------------------------------------------------------------------------------------------- LoRA
@@ -104,15 +109,15 @@ def lora_case(
     weight_bytes = count * lora_bytes(target, rank, itemsize)
     moved = weight_bytes + rows * (target.in_features + 2 * sum(outs)) * dtype.itemsize
     operations = sum(2.0 * rows * rank * (target.in_features + out) for out in outs)
-    copies = copies_for(weight_bytes, place)
-
+    is_decode = "decode" in group
+    copies = copies_for(weight_bytes if is_decode else moved, place)
     backend = place.lora_backend(**options) if options else place.backend
 
     def build() -> list[Call]:
         targets = [make_target(f"copy{i}", target.in_features, outs) for i in range(copies)]
-        packed = pack(backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
+        packed = _packed(backend, target, rank, dtype)
         table = make_table(targets, [[packed] * copies] * count, place.device)
-        plan = make_plan(slots, place.device, is_decode="decode" in group)
+        plan = make_plan(slots, place.device, is_decode)
         x, y = _randn(place, rows, target.in_features), _randn(place, rows, sum(outs))
 
         def call(of: LoraTarget) -> Call:
@@ -123,8 +128,18 @@ def lora_case(
     stacked = _Stacked(place, target, rank, slots, copies)
     name = f"{target.in_features}x{'+'.join(map(str, outs))} r{rank} {label}"
     peers = {} if options else {"bmm": stacked.bmm, "grouped": stacked.grouped}
-    judged = "" if options else _target(target, rank, slots, weight_bytes, "decode" in group)
-    return Case(group, name, moved, operations, build, peers, judged, backend)
+    missing = {}
+    if peers and rows * lora_bytes(target, rank, itemsize) > GATHERED_BYTES:
+        del peers["bmm"]
+        missing["bmm"] = "too large"
+    judged = "" if options else _target(target, rank, slots, weight_bytes, is_decode)
+    return Case(group, name, moved, operations, build, peers, judged, backend, missing)
+
+
+@functools.lru_cache(maxsize=4)
+def _packed(backend: KernelBackend, target: LoraTarget, rank: int, dtype: torch.dtype) -> Packed:
+    """An adapter that several cases have."""
+    return pack(backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
 
 
 class _Stacked:
@@ -147,17 +162,16 @@ class _Stacked:
 
     def _weights(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, int, int]]]:
         """Of each copy: A [slots, rank, in], B [slots, out, rank] and the columns of each slice."""
-        count = max(self._slots) + 1
-        for _ in range(self._copies):
-            yield [
-                (
-                    _randn(self._place, count, self._rank, self._target.in_features) / 64,
-                    _randn(self._place, count, s.out_features, self._rank) / 8,
-                    s.out_offset,
-                    s.out_features,
-                )
-                for s in self._target.slices
-            ]
+        many, slices = (self._copies, max(self._slots) + 1), self._target.slices
+        drawn = [
+            (
+                _randn(self._place, *many, self._rank, self._target.in_features).div_(64),
+                _randn(self._place, *many, s.out_features, self._rank).div_(8),
+            )
+            for s in slices
+        ]
+        for copy in range(self._copies):
+            yield [(a[copy], b[copy], s.out_offset, s.out_features) for (a, b), s in zip(drawn, slices, strict=True)]
 
     def bmm(self) -> list[Call]:
         """A batched product of each row with its adapter; rows that share one make copies of it first."""
@@ -195,45 +209,56 @@ class _Stacked:
 
 
 def lora_cases(place: Place) -> Iterator[Case]:
-    """Punica's grid on 4096x4096, some of it on the other linears of an 8B model, then prompts."""
+    """Those with a target first; else decode on 4096x4096 and on the other linears of an 8B model, eight-bit blocks,
+    prompts, one launch against two."""
     if place.is_interpreted:
         yield lora_case(place, "lora decode", TINY.target("qkv"), 8, [0, 1, 2], "T=3 distinct")
         yield lora_case(place, "lora decode, int8 blocks", TINY.target("o"), 8, [0, 1], "T=2", block_dtype=torch.int8)
         yield lora_case(place, "lora decode, two launches", TINY.target("o"), 8, [0, 1], "T=2", is_lora_fused=False)
         yield lora_case(place, "lora prefill", TINY.target("down"), 16, [0] * 20 + [1] * 4, "T=24 x2")
         return
+    cases = [*_decode_cases(place), *_int8_cases(place), *_prompt_cases(place), *_launch_cases(place)]
+    yield from sorted(cases, key=lambda case: not case.target)
+
+
+def _decode_cases(place: Place) -> Iterator[Case]:
     rng = np.random.default_rng(0)
-    square = LLAMA_8B.target("o")
-    for rank, popularity, batch in itertools.product(
-        (8, 16, 32, 64), ("distinct", "uniform", "skewed", "identical"), (1, 2, 4, 8, 16, 32, 64)
-    ):
+    square, others = LLAMA_8B.target("o"), ("qkv", "gate_up", "down")
+    for rank, popularity, batch in itertools.product((16, 64), ("distinct", "uniform", "identical"), (1, 8, 32, 64)):
         slots = draw_slots(popularity, batch, rng)
         yield lora_case(place, "lora decode", square, rank, slots, f"T={batch} {popularity} ({max(slots) + 1})")
-    for linear, rank, popularity, batch in itertools.product(
-        ("qkv", "gate_up", "down"), (16, 64), ("distinct", "identical"), (1, 32, 64)
+    for linear, rank, (popularity, batch) in itertools.product(
+        others, (16, 64), (("distinct", 32), ("identical", 32), ("distinct", 64))
     ):
         slots = draw_slots(popularity, batch, rng)
-        yield lora_case(
+        case = lora_case(
             place, f"lora decode, {linear}", LLAMA_8B.target(linear), rank, slots, f"T={batch} {popularity}"
         )
-    yield from lora_variant_cases(place)
-    for linear, rank, num_adapters, rows in itertools.product(
-        ("o", "qkv", "gate_up", "down"), (64, 128), (1, 4), (2048, 8192)
-    ):
-        slots = sorted(i % num_adapters for i in range(rows))
-        yield lora_case(place, "lora prefill", LLAMA_8B.target(linear), rank, slots, f"T={rows} x{num_adapters}")
+        if batch == 32 or case.target:
+            yield case
 
 
-def lora_variant_cases(place: Place) -> Iterator[Case]:
-    """Eight-bit blocks, and one launch against two at the same shapes."""
-    for label, options in (
-        ("int8 blocks", {"block_dtype": torch.int8}),
-        ("one launch", {"is_lora_fused": True}),
-        ("two launches", {"is_lora_fused": False}),
-    ):
-        for linear, rank, batch in itertools.product(("o", "qkv", "gate_up", "down"), (16, 64), (1, 8, 32)):
-            target, slots = LLAMA_8B.target(linear), list(range(batch))
-            yield lora_case(place, f"lora decode, {label}", target, rank, slots, f"T={batch} distinct", **options)
+def _int8_cases(place: Place) -> Iterator[Case]:
+    for linear, rank in itertools.product(("o", "qkv", "gate_up", "down"), (16, 64)):
+        target = LLAMA_8B.target(linear)
+        yield lora_case(
+            place, "lora decode, int8 blocks", target, rank, range(32), "T=32 distinct", block_dtype=torch.int8
+        )
+
+
+def _prompt_cases(place: Place) -> Iterator[Case]:
+    for linears, rank in ((("o", "qkv", "gate_up", "down"), 64), (("o", "gate_up"), 128)):
+        for linear, (num_adapters, rows) in itertools.product(linears, ((1, 2048), (4, 8192))):
+            slots = sorted(i % num_adapters for i in range(rows))
+            yield lora_case(place, "lora prefill", LLAMA_8B.target(linear), rank, slots, f"T={rows} x{num_adapters}")
+
+
+def _launch_cases(place: Place) -> Iterator[Case]:
+    """One launch against two."""
+    for is_fused, linear, batch in itertools.product((True, False), ("o", "gate_up"), (1, 32)):
+        group = f"lora decode, {'one launch' if is_fused else 'two launches'}"
+        target = LLAMA_8B.target(linear)
+        yield lora_case(place, group, target, 16, range(batch), f"T={batch} distinct", is_lora_fused=is_fused)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention

@@ -1,6 +1,7 @@
 """How the GPU scripts time: calls captured in a CUDA graph, replays between events, the median; and both ceilings.
 
-Calls that are timed together read different memory, more than twice the L2 holds, so that each finds it cold.
+Calls that are timed together read different memory, twice what the L2 holds, so that each finds it cold. Of tiny
+inputs there are fewer: no more than MAX_COPIES calls.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from benchmarks.gpu.place import BF16, Place
 Call = Callable[[], object]
 
 MIN_CALLS = 24
-"""Of a graph: the time from one replay to the next is shared by so many."""
+"""Of a graph: the time from one replay to the next is shared by so many, or by what takes LONG_S."""
 
-MAX_COPIES = 1200
-MIN_REPLAYS, MAX_REPLAYS = 7, 200
+LONG_S = 1e-3
+MAX_COPIES = 200
+MIN_REPLAYS, MAX_REPLAYS = 5, 200
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ class Ceilings:
 
 
 def copies_for(num_bytes: float, place: Place) -> int:
-    """How many copies of what a call reads are more than twice the L2."""
+    """How many copies of what a call reads are twice the L2; no more than MAX_COPIES, which is less of tiny ones."""
     if place.is_interpreted:
         return 1
     l2 = torch.cuda.get_device_properties(place.device).L2_cache_size
-    return max(1, min(MAX_COPIES, math.ceil(2.5 * l2 / max(1.0, num_bytes))))
+    return max(1, min(MAX_COPIES, math.ceil(2.0 * l2 / max(1.0, num_bytes)) + 1))
 
 
 def time_calls(calls: Sequence[Call], place: Place, seconds: float = 0.2, may_capture: bool = True) -> Timing:
@@ -67,10 +69,10 @@ def time_calls(calls: Sequence[Call], place: Place, seconds: float = 0.2, may_ca
     stream = _stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:
+        for call in (calls[0], calls[-1]):
             call()  # compiles, and makes the libraries' handles
         torch.cuda.synchronize()
-        rounds = max(1, math.ceil(MIN_CALLS / len(calls)))
+        rounds = math.ceil(min(MIN_CALLS, LONG_S / _between_events(calls[0])) / len(calls))
         in_turn = [*itertools.chain.from_iterable([calls] * rounds)]
         replay = _captured(in_turn) if may_capture else None
         taken = _replays(replay or (lambda: _all_of(in_turn)), seconds)

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import adapters, check, engine, kernels, timing
+from benchmarks.gpu import adapters, check, engine, kernel_cases, kernels, timing
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.attention_problems import SPLIT_CONTEXT, flash_problems
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
-from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, expert_cases, lora_case
+from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, expert_cases, lora_case, lora_cases
 from benchmarks.gpu.kernel_checks import Finding
 from benchmarks.gpu.kernel_checks import check as check_problem
 from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code, find_place
@@ -367,6 +367,20 @@ def test_which_cases_have_a_target() -> None:
     assert target("lora decode", square, 16, 32) == some
     assert target("lora decode", square, 16, 31) == ""
     assert [target("lora prefill", square, rank, 3) for rank in (32, 64)] == ["", prefill]
+
+
+def test_the_grid_of_lora_is_small_and_targets_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    place = find_place(is_interpreted=True)
+    monkeypatch.setattr(Place, "is_interpreted", False)
+    monkeypatch.setattr(kernel_cases, "copies_for", lambda *of: 1)
+    cases = list(lora_cases(place))
+    has_target = [bool(case.target) for case in cases]
+    assert has_target == sorted(has_target, reverse=True)
+    assert {case.target for case in cases} == {*TARGETS, ""}
+    assert len({(case.group, case.name) for case in cases}) == len(cases) < 70
+    assert sum("prefill" in case.group for case in cases) == 12
+    assert sum("int8" in case.group for case in cases) == 8
 
 
 def test_grouped_products_are_those_of_bmm(monkeypatch: pytest.MonkeyPatch) -> None:
