@@ -26,6 +26,7 @@ from benchmarks.gpu.exact import (
     replayed,
     row_error,
     same_bits,
+    without_ties,
 )
 from benchmarks.gpu.expert_problems import expert_problems
 from benchmarks.gpu.inputs import (
@@ -301,18 +302,21 @@ def _linear_problem(
 ) -> Problem:
     generator = torch.Generator().manual_seed(rows)
     weight = (torch.randn(out, num_in, generator=generator) / num_in**0.5).to(dtype).to(place.device)
-    x = torch.randn(rows, num_in, generator=generator).to(dtype).to(place.device)
+    x = torch.empty(rows, num_in, dtype=dtype, device=place.device)
     prepared = place.backend.prepare_linear(weight, quantization)
     specified = EXACT.prepare_linear(weight, quantization)
 
-    def redraw() -> None:
-        x[1:].copy_(torch.randn(x[1:].shape, generator=generator))
+    def draw(rows_of_x: torch.Tensor) -> None:
+        rows_of_x.copy_(torch.randn(rows_of_x.shape, generator=generator))
+        if quantization == "fp8":
+            rows_of_x.copy_(without_ties(rows_of_x))
 
+    draw(x)
     return Problem(
         "linear", name, dtype,
         lambda: (place.backend.linear(x, prepared),),
         lambda: (_expected_linear(x, specified, quantization),),
-        redraw if rows <= 64 else None,
+        (lambda: draw(x[1:])) if rows <= 64 else None,
     )  # fmt: skip
 
 

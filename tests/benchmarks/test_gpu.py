@@ -20,7 +20,7 @@ from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu import adapters, check, engine, kernel_cases, kernels, timing
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.attention_problems import SPLIT_CONTEXT, flash_problems
-from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
+from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits, without_ties
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
 from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, expert_cases, lora_case, lora_cases
 from benchmarks.gpu.kernel_checks import Finding
@@ -120,6 +120,24 @@ def test_the_lora_formula() -> None:
     y = expected_lora(torch.zeros(3, 64), torch.ones(3, 64), [LoraSegment(1, 2, 0, 10.0)], [(weights,)], target.slices)
     assert y[1].tolist() == [10.0 * (0.5 * 64 * 2 + 3)] * 64
     assert y[[0, 2]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_without_ties_have_one_rounding_to_float8(dtype: torch.dtype) -> None:
+    def roundings(x: torch.Tensor) -> list[torch.Tensor]:
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True) / 448
+        other = wide.abs().amax(-1, keepdim=True) * torch.tensor(1 / 448)
+        quotients = (wide / scale, wide * (1 / scale), wide / other, wide * (1 / other))
+        return [quotient.to(torch.float8_e4m3fn).float() for quotient in quotients]
+
+    x = torch.randn(200, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    first, *others = roundings(x)
+    assert any((first != other).any() for other in others)
+    kept = without_ties(x)
+    assert 0.9 < float((kept == x).float().mean()) < 1
+    first, *others = roundings(kept)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def problem(run: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
