@@ -29,7 +29,17 @@ import torch
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.engine_loads import INTERPRETED, ON_A_GPU, Sizes, cold, decode, mixed
-from benchmarks.gpu.place import LEFT_OUT, Output, Place, Sheet, add_arguments, endable, exit_code, find_place
+from benchmarks.gpu.place import (
+    LEFT_OUT,
+    Output,
+    Place,
+    Sheet,
+    add_arguments,
+    endable,
+    exit_code,
+    find_place,
+    json_path,
+)
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, SHAPES, TINY, Shape
 from benchmarks.gpu.timing import Ceilings, measure_ceilings
 from loraplex.core import LoRARequest
@@ -337,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     ceilings = measure_ceilings(place)
     title = f"{place.title}\ncopy {ceilings.bandwidth / 1e12:.2f} TB/s{' (made up)' if place.is_interpreted else ''}"
-    output = Output(args.json, "engine", title, place)
+    output = Output(json_path(args.json, "engine"), title, place)
     sizes = INTERPRETED if place.is_interpreted else ON_A_GPU
     settings = {variant: settings_of(variant, place, args.lora_backend) for variant in args.variants}
 

@@ -27,7 +27,17 @@ import torch
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.kernel_cases import GROUPS, TARGETS, Build, Case
 from benchmarks.gpu.kernel_checks import fallback_calls, fallen_back
-from benchmarks.gpu.place import LEFT_OUT, Output, Place, Sheet, add_arguments, endable, exit_code, find_place
+from benchmarks.gpu.place import (
+    LEFT_OUT,
+    Output,
+    Place,
+    Sheet,
+    add_arguments,
+    endable,
+    exit_code,
+    find_place,
+    json_path,
+)
 from benchmarks.gpu.timing import Ceilings, Timing, measure_ceilings, time_calls
 
 HEADINGS = (
@@ -189,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + args.budget
     timed: list[Timed] = []
     ceilings = measure_ceilings(place)
-    output = Output(args.json, "kernels", title_of(place, ceilings), place)
+    output = Output(json_path(args.json, "kernels"), title_of(place, ceilings), place)
 
     def lines() -> list[str]:
         return [] if place.is_interpreted else judged(timed, ceilings)

@@ -54,14 +54,18 @@ class Place:
         return (FP32, FP16) if self.is_interpreted else (FP32, FP16, BF16)
 
     @property
+    def card(self) -> str:
+        return "Triton's interpreter" if self.is_interpreted else torch.cuda.get_device_name(self.device)
+
+    @property
     def title(self) -> str:
         """What the figures depend on."""
         import triton
 
-        where = "Triton's interpreter: no figure here means anything"
+        where = f"{self.card}: no figure here means anything"
         if not self.is_interpreted:
             found = torch.cuda.get_device_properties(self.device)
-            where = f"{found.name}, {found.multi_processor_count} SMs, CUDA {torch.version.cuda}"
+            where = f"{self.card}, {found.multi_processor_count} SMs, CUDA {torch.version.cuda}"
         versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
         return f"{where}; {versions}; {time.strftime('%Y-%m-%d %H:%M')}"
 
@@ -120,6 +124,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the figures here (default: a file in $OUT, if that is set)"
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what succeeded in that file on the same card, torch and Triton, and run the rest",
+    )
 
 
 def find_place(is_interpreted: bool) -> Place:
@@ -141,6 +150,7 @@ def circumstances(place: Place) -> dict[str, str]:
 
     root = Path(__file__).parents[2]
     return {
+        "card": place.card,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda or "",
@@ -192,16 +202,22 @@ class Sheet:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headings, rules, *self.rows))
 
 
+def json_path(path: Path | None, name: str) -> Path | None:
+    """`path`, else NAME.json in the folder that $OUT names, else none."""
+    if path is None and os.environ.get("OUT"):
+        return Path(os.environ["OUT"]) / f"{name}.json"
+    return path
+
+
 class Output:
     """Where the figures of a script go while it runs: a run that is broken off leaves what it had found."""
 
-    def __init__(self, path: Path | None, name: str, title: str, place: Place) -> None:
-        """`path`, else NAME.json in the folder that $OUT names, else nowhere."""
-        if path is None and os.environ.get("OUT"):
-            path = Path(os.environ["OUT"]) / f"{name}.json"
+    def __init__(self, path: Path | None, title: str, place: Place, earlier_commits: Sequence[str] = ()) -> None:
+        """path None: nowhere. earlier_commits: of what was kept of an earlier call."""
         self._path = path
-        self._title = title
-        self._circumstances = circumstances(place)
+        kept = f"\nsome of it was measured before, at commit {', '.join(earlier_commits)}" if earlier_commits else ""
+        self._title = title + kept
+        self._circumstances = {**circumstances(place), "earlier_commits": [*earlier_commits]}
         self._written = -KEEP_EVERY_S
 
     def keep(self, sheet: Sheet, figures: Mapping[str, Any], is_last: bool = False) -> None:
@@ -211,7 +227,9 @@ class Output:
         self._written = time.monotonic()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         known = {"title": self._title, "machine": self._circumstances, "table": asdict(sheet)}
-        self._path.write_text(json.dumps({**known, **figures}, indent=1))
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({**known, **figures}, indent=1))
+        partial.replace(self._path)
 
     def finish(self, sheet: Sheet, figures: Mapping[str, Any]) -> None:
         self.keep(sheet, figures, is_last=True)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import adapters, check, engine, kernel_cases, kernels, timing
+from benchmarks.gpu import adapters, check, check_pieces, engine, kernel_cases, kernels, timing
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.attention_problems import SPLIT_CONTEXT, flash_problems
+from benchmarks.gpu.check_pieces import Piece, SideBySide
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits, without_ties
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
 from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, expert_cases, lora_case, lora_cases
@@ -269,7 +271,7 @@ def test_a_gap_in_a_kernel_fails_the_check(tmp_path: Path, monkeypatch: pytest.M
     backend = pytest.importorskip("loraplex.kernels.triton.backend")
     monkeypatch.setattr(backend.glue, "rms_norm_gap", lambda x, weight: "mut")
     out = tmp_path / "check.json"
-    assert check.main(["--interpret", "--only", "glue", "--match", "rms_norm", "--json", str(out)]) == 1
+    assert check.main(["--interpret", "--only", "glue", "--match", "rms_norm", "--jobs", "1", "--json", str(out)]) == 1
     assert not any(one["is_ok"] for one in figures(out)["findings"])
 
 
@@ -282,7 +284,7 @@ def test_a_check_of_nothing_is_no_success(arguments: list[str]) -> None:
 def test_what_the_time_is_too_short_for_is_named(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     short = ["--interpret", "--budget", "1e-9", "--json"]
-    assert check.main(["--only", "glue,engine", *short, str(tmp_path / "check.json")]) == 1
+    assert check.main(["--only", "glue,engine", "--jobs", "1", *short, str(tmp_path / "check.json")]) == 1
     found = figures(tmp_path / "check.json")["findings"]
     assert [one["name"] for one in found][-2:] == ["rms_norm of 6x8 heads of 128", "all"]
     assert {one["note"] for one in found} == {LEFT_OUT}
@@ -314,9 +316,28 @@ def test_a_check_that_raises_is_a_finding() -> None:
 
 def test_the_sanitizer_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    found = list(check.sanitized(replace(PLACE, device=torch.device("cuda")), math.inf))
-    assert [one.is_ok for one in found] == [None, None]
-    assert found[1].name == "racecheck of lora,attention, decode"
+    place = replace(PLACE, device=torch.device("cuda"))
+    found = list(check.findings(place, ["sanitizer"], "", True, math.inf))
+    assert [one.is_ok for one in found] == [None] * 6
+    assert [one.name for one in found[3:5]] == ["memcheck of glue", "racecheck of lora, decode"]
+    assert {one.note for one in found} == {"left out: compute-sanitizer is not on the PATH"}
+
+
+def test_the_sanitizer_has_a_limit_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\nsleep 600")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(check, "SANITIZER_LIMIT_S", 0.5)
+    monkeypatch.setattr(check, "python", lambda *arguments: ["true"])
+    place = replace(PLACE, device=torch.device("cuda"))
+    found = check.sanitized(place, check.SANITIZED[0], math.inf)
+    assert (found.is_ok, found.note) == (None, "left out: not done in 0 s")
+    tool.write_text("#!/bin/sh\necho ===== all is well")
+    assert check.sanitized(place, check.SANITIZED[0], math.inf).is_ok
+    tool.write_text("#!/bin/sh\necho ===== Invalid read\nexit 99")
+    found = check.sanitized(place, check.SANITIZED[0], math.inf)
+    assert (found.is_ok, found.note) == (False, "===== Invalid read")
 
 
 def test_without_a_gpu_it_is_said_in_a_line() -> None:
@@ -432,11 +453,99 @@ def figures(path: Path) -> dict[str, list[dict[str, object]]]:
 def test_check_runs(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "check.json"
-    arguments = ["--interpret", "--only", "lora,attention,glue,linear,sampler", "--match", "fp32", "--json", str(out)]
+    arguments = [
+        "--interpret",
+        "--only",
+        "lora,attention,glue,linear,sampler",
+        "--match",
+        "fp32",
+        "--jobs",
+        "1",
+        "--json",
+        str(out),
+    ]
     assert check.main(arguments) == 0
     found = figures(out)["findings"]
     assert {one["group"] for one in found} >= {"lora", "attention", "glue", "sampler"}
     assert all(one["is_ok"] for one in found)
+
+
+def test_groups_run_side_by_side(tmp_path: Path) -> None:
+    """And again, where all is known: nothing runs."""
+    pytest.importorskip("triton")
+    out = tmp_path / "check.json"
+    arguments = ["--interpret", "--only", "glue,sampler", "--match", "silu", "--jobs", "2", "--json", str(out)]
+    assert check.main(arguments) == 0
+    found = figures(out)
+    names = ["silu_mul 3x64 fp32", "silu_mul 3x64 fp16", "20 rows of 300 as on the CPU"]
+    assert [one["name"] for one in found["findings"]] == names
+    assert found["whole"] == ["glue", "sampler"]
+    assert check.main([*arguments, "--resume"]) == 0
+    again = json.loads(out.read_text())
+    assert again["findings"] == found["findings"]
+    assert again["seconds"] < 2
+
+
+def test_pieces_are_dealt_out_and_a_process_that_falls_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_pieces, "KEEP_EVERY_S", 0.1)
+    said = (
+        "import json, os, sys, time\n"
+        "path, number = sys.argv[1], int(sys.argv[2])\n"
+        "one = {'group': 'lora', 'name': f'c{number}', 'is_ok': True}\n"
+        "partial = path + '.w'\n"
+        "with open(partial, 'w') as file:\n"
+        "    json.dump({'findings': [one], 'whole': ['lora']}, file)\n"
+        "os.replace(partial, path)\n"
+        "print('fell'); time.sleep(600 * (number == 2)); sys.exit(7 * (number == 1))\n"
+    )
+    pieces = [Piece("lora", i, 3, tuple(f"c{j}" for j in range(i, 9, 3))) for i in range(3)]
+
+    def command(piece: Piece, path: Path, budget_s: float) -> list[str]:
+        return [sys.executable, "-c", said, str(path), str(piece.number)]
+
+    side = SideBySide(pieces, {}, 2, tmp_path, time.monotonic() + 600, command, lambda piece: {})
+    for _ in side.run():
+        if len(side.findings("lora")) >= 5:
+            break
+    side.end()
+    found = {one.name: (one.is_ok, one.note) for one in side.findings("lora")}
+    assert [name for name in found if name in ("c0", "c1", "c2")] == ["c0", "c1", "c2"]
+    assert found["c1"] == (True, "")
+    assert found["c4"] == (False, "its process ended with exit code 7: fell")
+    assert found["c7"] == (None, "left out: its process had ended")
+    assert str(found["c8"][1]).startswith("left out: not")
+    assert side.whole == ["lora"]
+
+
+def test_what_was_right_is_kept_and_the_rest_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "check.json"
+    arguments = ["--interpret", "--only", "glue", "--match", "fp32", "--jobs", "1", "--json", str(out), "--resume"]
+    assert check.main(arguments) == 0
+    written = json.loads(out.read_text())
+    marked = [{**one, "note": "kept"} for one in written["findings"]]
+    marked[1] |= {"is_ok": False}
+    written["machine"]["commit"] = "another"
+    out.write_text(json.dumps({**written, "findings": marked[:2]}))
+    assert check.main(arguments) == 0
+    assert [one["note"] for one in figures(out)["findings"]] == ["kept", "", ""]
+    assert str(figures(out)["title"]).endswith("some of it was measured before, at commit another")
+    written["machine"]["torch"] = "1.0"
+    out.write_text(json.dumps({**written, "findings": marked}))
+    assert check.main(arguments) == 0
+    assert [one["note"] for one in figures(out)["findings"]] == ["", "", ""]
+    assert "is of torch 1.0: all of it is run" in capsys.readouterr().out
+
+
+def test_names_of_checks_are_their_own() -> None:
+    pytest.importorskip("triton")
+    place = find_place(is_interpreted=True)
+    for group in ("lora", "attention", "linear", "experts"):
+        names = check.names_of(group, "", place, is_small=False)
+        assert names is not None
+        assert len(set(names)) == len(names)
 
 
 @pytest.mark.slow
