@@ -2,10 +2,13 @@
 
     python -m benchmarks.gpu                  everything in nine and a half minutes, into $OUT or results/gpu/
     python -m benchmarks.gpu --only check,kernels --budget 300
+    python -m benchmarks.gpu --resume         what the last call left there is kept; what it lacks is run
     python -m benchmarks.gpu --interpret      on a CPU, in Triton's interpreter: only whether it runs
 Leaves check.json, kernels.json, engine.json, what each printed (.log), and gpu.md with their tables, and removes what
-an earlier run left of the same; a short summary comes last. Exit code 1 when a check failed or was left out, or
-something did not run; 130 after Ctrl-C, with what was measured until then.
+an earlier run left of the same. With --resume it keeps their checks that passed, cases that were timed and loads that
+were measured, if they are of the same card, torch and Triton; the title says which commits they are of. A short summary
+comes last. Exit code 1 when a check failed or was left out, or something did not run; 130 after Ctrl-C, with what was
+measured until then.
 """
 
 from __future__ import annotations
@@ -38,10 +41,13 @@ GRACE_S = 10.0
 SHOWN_LINES = 45
 
 
-def run_part(name: str, budget_s: float, limit_s: float, folder: Path, is_interpreted: bool) -> str:
+def run_part(
+    name: str, budget_s: float, limit_s: float, folder: Path, is_interpreted: bool, is_resumed: bool = False
+) -> str:
     """Empty, or why it is not whole."""
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--json", str(folder / f"{name}.json")]
     command += ["--budget", f"{budget_s:.0f}", *(["--interpret"] if is_interpreted else [])]
+    command += ["--resume"] if is_resumed else []
     with (folder / f"{name}.log").open("w") as log:
         return run_until(command, log, limit_s)
 
@@ -70,10 +76,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     remove_scratch(process.pid)
 
 
-def remove_old(folder: Path, names: Sequence[str]) -> None:
+def remove_old(folder: Path, names: Sequence[str], kinds: Sequence[str] = ("json", "log")) -> None:
     """What an earlier run left of these parts: a part that fails shows nothing, and not that."""
-    for name in ("gpu.md", *(f"{name}.{kind}" for name in names for kind in ("json", "log"))):
+    for name in ("gpu.md", *(f"{name}.{kind}" for name in names for kind in kinds)):
         (folder / name).unlink(missing_ok=True)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is a script's figures."""
+    try:
+        return {"title", "table"} <= json.loads(path.read_text()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def sheet_of(figures: Mapping[str, Any]) -> Sheet:
@@ -118,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     folder = args.out or Path(os.environ.get("OUT") or "results/gpu")
     folder.mkdir(parents=True, exist_ok=True)
-    remove_old(folder, args.only)
+    is_kept = {name: args.resume and is_whole(folder / f"{name}.json") for name in args.only}
+    for name in args.only:
+        remove_old(folder, [name], ("log",) if is_kept[name] else ("json", "log"))
     ends = time.monotonic() + args.budget
     problems = dict.fromkeys(args.only, "not whole: it was ended")
     with endable() as ending:
@@ -126,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left = ends - time.monotonic()
             share = SHARES[name] / sum(SHARES[one] for one in args.only[number:])
             budget = max(1.0, left * share - ENDING_S)
-            problems[name] = run_part(name, budget, max(1.0, left * share), folder, args.interpret)
+            problems[name] = run_part(name, budget, max(1.0, left * share), folder, args.interpret, args.resume)
     problems = {name: problem for name, problem in problems.items() if problem}
     (folder / "gpu.md").write_text(report(folder, args.only, problems))
     for name in args.only:
@@ -142,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     )
     new.add_argument("--budget", type=seconds, default=570.0, help="seconds for all of it (default: 570)")
     new.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that $OUT names, else results/gpu")
+    new.add_argument("--resume", action="store_true", help="keep what succeeded in an earlier call, and run the rest")
     new.add_argument("--interpret", action="store_true", help="try it out on a CPU")
     return new
 

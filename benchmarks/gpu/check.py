@@ -110,6 +110,11 @@ class Kept:
             return [one for one in self.findings if one.group == piece.group and piece.group in self.whole]
         return [one for name in piece.names if (one := self.find(piece.group, name)) is not None]
 
+    def others(self, found: Sequence[Finding]) -> list[Finding]:
+        """Those that are not among `found`: they stay in the file, whatever this call comes to."""
+        there = {(one.group, one.name) for one in found}
+        return [one for one in self.findings if (one.group, one.name) not in there]
+
     def is_all_of(self, piece: Piece) -> bool:
         return piece.group in self.whole if piece.names is None else len(self.of_piece(piece)) == len(piece.names)
 
@@ -276,15 +281,20 @@ def _in_turn(run: Run, share: tuple[int, int], kept: Kept, output: Output) -> tu
         for group in run.groups:
             for one in findings(run.place, [group], run.match, run.is_small, run.deadline, share, kept):
                 found.append(one)
-                output.keep(run.sheet(found), run.figures(found, whole))
+                _keep(run, [*found, *kept.others(found)], [*kept.whole, *whole], output)
             whole.append(group)
     if ending.code and SANITIZER in run.groups:
         note = f"left out: not done in {time.monotonic() - began:.0f} s"
         names = {one.name for one in found if one.group == SANITIZER}
         missing = [one.name for one in SANITIZED[share[0] :: share[1]] if one.name not in names]
         found += [Finding(SANITIZER, name, None, note) for name in missing]
-    output.finish(run.sheet(found), run.figures(found, whole))
+    _keep(run, [*found, *kept.others(found)], [*kept.whole, *whole], output, is_last=True)
     return found, ending.code
+
+
+def _keep(run: Run, found: Sequence[Finding], whole: Sequence[str], output: Output, is_last: bool = False) -> None:
+    in_order = sorted(found, key=lambda one: GROUPS.index(one.group))
+    (output.finish if is_last else output.keep)(run.sheet(in_order), run.figures(in_order, whole))
 
 
 def _side_by_side(
@@ -311,15 +321,16 @@ def _side_by_side(
         def found() -> list[Finding]:
             return [one for group in run.groups for one in side.findings(group)]
 
-        def keep() -> None:
-            output.keep(run.sheet(now := found()), run.figures(now, [*kept.whole, *side.whole]))
+        def keep(is_last: bool = False) -> list[Finding]:
+            now = found()
+            _keep(run, [*now, *kept.others(now)], [*kept.whole, *side.whole], output, is_last)
+            return now
 
         with endable() as ending:
             for _ in side.run():
                 keep()
         side.end()
-        output.finish(run.sheet(found()), run.figures(found(), [*kept.whole, *side.whole]))
-        return found(), ending.code
+        return keep(is_last=True), ending.code
 
 
 def piece_share(text: str) -> tuple[int, int]:

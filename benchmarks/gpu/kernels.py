@@ -38,6 +38,7 @@ from benchmarks.gpu.place import (
     find_place,
     json_path,
 )
+from benchmarks.gpu.resume import Earlier, find_earlier
 from benchmarks.gpu.timing import Ceilings, Timing, measure_ceilings, time_calls
 
 HEADINGS = (
@@ -198,27 +199,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = find_place(args.interpret)
     deadline = time.monotonic() + args.budget
     timed: list[Timed] = []
-    ceilings = measure_ceilings(place)
-    output = Output(json_path(args.json, "kernels"), title_of(place, ceilings), place)
+    path = json_path(args.json, "kernels")
+    earlier = find_earlier(path, place, args.resume)
+    kept = kept_of(earlier)
+    ceilings = Ceilings(**earlier.figures["ceilings"]) if kept else measure_ceilings(place)
+    output = Output(path, title_of(place, ceilings), place, earlier.commits if kept else ())
 
     def lines() -> list[str]:
         return [] if place.is_interpreted else judged(timed, ceilings)
 
     def state() -> tuple[Sheet, dict[str, Any]]:
-        figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in timed], "targets": lines()}
-        rows = [cells(one, ceilings, is_judged=not place.is_interpreted) for one in timed]
+        """What is kept stays there, whatever this call comes to."""
+        there = {(one.group, one.name) for one in timed}
+        shown = [*timed, *(one for key, one in kept.items() if key not in there)]
+        figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in shown], "targets": lines()}
+        rows = [cells(one, ceilings, is_judged=not place.is_interpreted) for one in shown]
         return Sheet(HEADINGS, rows, num_texts=2), figures
 
     with endable() as ending, frozen_objects(), torch.inference_mode():
         for case in (case for group in args.only for case in GROUPS[group](place) if args.match in case.name):
-            is_late = time.monotonic() > deadline
-            timed.append(left_out(case, ceilings) if is_late else time_case(case, place, ceilings, args.seconds))
+            known = kept.get((case.group, case.name))
+            if known is not None and known.peers.keys() >= case.peers.keys():
+                timed.append(known)
+            elif time.monotonic() > deadline:
+                timed.append(left_out(case, ceilings))
+            else:
+                timed.append(time_case(case, place, ceilings, args.seconds))
             output.keep(*state())
     output.finish(*state())
     num_left_out = sum(one.error == LEFT_OUT for one in timed)
     num_failed = sum(bool(one.error) for one in timed) - num_left_out
     print("\n".join([*lines(), f"{len(timed)} cases, {num_failed} did not run, {num_left_out} left out"]))
     return ending.code or int(num_failed > 0 or len(timed) == num_left_out)
+
+
+def kept_of(earlier: Earlier) -> dict[tuple[str, str], Timed]:
+    """By group and name, the cases that were timed."""
+    timed = [Timed(**one) for one in earlier.figures.get("timed", ())]
+    return {(one.group, one.name): one for one in timed if one.us is not None and not one.error}
 
 
 @contextmanager

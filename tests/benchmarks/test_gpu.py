@@ -539,6 +539,55 @@ def test_what_was_right_is_kept_and_the_rest_runs(tmp_path: Path, capsys: pytest
     assert "is of torch 1.0: all of it is run" in capsys.readouterr().out
 
 
+def test_cases_that_were_timed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "kernels.json"
+    arguments = ["--interpret", "--only", "glue", "--json", str(out), "--resume"]
+    ran: list[str] = []
+
+    def time_case(case: Case, place: Place, ceilings: Ceilings, budget_s: float) -> kernels.Timed:
+        ran.append(case.name)
+        error = "it fell" if len(ran) == 2 else ""
+        us = None if error else 1.0
+        return kernels.Timed(case.group, case.name, us, 0.0, 1.0, 1.0, 1.0, dict.fromkeys(case.peers, 2.0), error)
+
+    monkeypatch.setattr(kernels, "time_case", time_case)
+    assert kernels.main(arguments) == 1
+    monkeypatch.setattr(kernels, "measure_ceilings", interrupted)
+    first = json.loads(out.read_text())
+    assert kernels.main(arguments) == 0
+    assert len(ran) == 4
+    assert ran[3] == ran[1]
+    second = json.loads(out.read_text())
+    assert [one["us"] for one in second["timed"]] == [1.0] * 3
+    assert second["ceilings"] == first["ceilings"]
+    monkeypatch.setattr(kernels, "time_case", interrupted)
+    assert kernels.main([*arguments, "--only", "lora"]) == 130
+    assert json.loads(out.read_text())["timed"] == second["timed"]
+    monkeypatch.setattr(kernels, "time_case", time_case)
+    first["timed"][0]["peers"] = {}
+    out.write_text(json.dumps(first))
+    assert kernels.main(arguments) == 0
+    assert ran[4:] == ran[:2]
+
+
+def test_resumed_parts_find_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = json.dumps({"title": "t", "table": {"headings": ["a"], "rows": []}, "seconds": 1.0})
+    for name in ("check.json", "check.log", "gpu.md"):
+        (tmp_path / name).write_text(whole)
+
+    def run_until(command: list[str], log: object, limit_s: float) -> object:
+        return interrupted() if "--resume" in command else ""
+
+    monkeypatch.setattr(driver, "run_until", run_until)
+    assert driver.main(["--out", str(tmp_path), "--only", "check", "--resume", "--interpret"]) == 130
+    assert (tmp_path / "check.json").read_text() == whole
+    assert (tmp_path / "check.log").read_text() == ""
+    (tmp_path / "check.json").write_text(whole[:9])
+    assert driver.main(["--out", str(tmp_path), "--only", "check", "--resume", "--interpret"]) == 130
+    assert not (tmp_path / "check.json").exists()
+
+
 def test_names_of_checks_are_their_own() -> None:
     pytest.importorskip("triton")
     place = find_place(is_interpreted=True)
@@ -620,8 +669,11 @@ def test_the_engine_runs(tmp_path: Path) -> None:
 def test_one_command_leaves_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_part(name: str, budget_s: float, limit_s: float, folder: Path, is_interpreted: bool) -> str:
+    def run_part(
+        name: str, budget_s: float, limit_s: float, folder: Path, is_interpreted: bool, is_resumed: bool
+    ) -> str:
         assert budget_s < limit_s
+        assert not is_resumed
         (folder / f"{name}.log").write_text("began\nfell")
         if name == "engine":
             return "exit code 1"
