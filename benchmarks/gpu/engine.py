@@ -9,7 +9,8 @@ of limit: tokens/s beside batch * copy bandwidth / bytes of the base weights. of
 what a step reads (weights, the step's adapters, keys and values) beside the step's. / base: tokens/s beside the same
 batch without adapters. replayed: the share of decode steps that were a CUDA graph's. A load that had others where
 graphs are on, or operators that stock torch ran instead of a kernel, has failed. Adapters have rank 16 and are on every
-linear. Targets are those of docs/gpu.md. Exit code 1 when a load failed or none was measured; 130 after Ctrl-C, with
+linear. profile: the GPU's time of a decode step by kernel, in the JSON, and the longest after the table. Targets are
+those of docs/gpu.md. Exit code 1 when a load failed or none was measured; 130 after Ctrl-C, with
 what was measured until then.
 """
 
@@ -26,9 +27,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import listed_of, seconds
+from benchmarks.arguments import listed_of, positive, seconds
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.engine_loads import INTERPRETED, ON_A_GPU, Sizes, cold, decode, mixed
+from benchmarks.gpu.engine_profile import Profile, profile_decode
 from benchmarks.gpu.place import (
     LEFT_OUT,
     Output,
@@ -40,6 +42,7 @@ from benchmarks.gpu.place import (
     find_place,
     json_path,
 )
+from benchmarks.gpu.resume import Earlier, find_earlier
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, SHAPES, TINY, Shape
 from benchmarks.gpu.timing import Ceilings, measure_ceilings
 from loraplex.core import LoRARequest
@@ -70,7 +73,7 @@ class Row:
     None where none could be.
 
     eager: its other decode steps by reason. fallbacks: calls that stock torch ran for a kernel, by operator and reason.
-    verdict: ok, MISSED, or empty where there is no target.
+    verdict: ok, MISSED, or empty where there is no target. base_of: the loads that this one is the base of; 0: none.
     """
 
     model: str
@@ -86,13 +89,30 @@ class Row:
     replayed: float | None = None
     eager: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    profile: Profile | None = None
+    base_of: int = 0
+
+    @classmethod
+    def read(cls, figures: Mapping[str, Any]) -> Row:
+        """Of JSON."""
+        profile = figures.get("profile")
+        return cls(**{**figures, "profile": None if profile is None else Profile.read(profile)})
+
+    @property
+    def key(self) -> Key:
+        return self.model, self.variant, self.load
+
+
+Key = tuple[str, str, str]
+"""Model, variant and load."""
 
 
 @dataclass
 class Bench:
-    """One engine and what was measured on it."""
+    """One engine and what was measured on it. bases: tokens/s by `Row.base_of`."""
 
     llm: LLM
+    place: Place
     shape: Shape
     variant: str
     requests: Sequence[LoRARequest]
@@ -103,28 +123,39 @@ class Bench:
     has_graphs: bool = False
     bases: dict[int, float] = field(default_factory=dict)
 
-    def rows(self, loads: Mapping[str, Load]) -> Iterator[Row]:
-        """One for each load; those that the time is too short for say so."""
+    def rows(self, loads: Mapping[str, Load], kept: Mapping[Key, Row]) -> Iterator[Row]:
+        """One for each load, in turn; those that the time is too short for say so. kept: of an earlier call."""
         for name, load in loads.items():
-            if time.monotonic() > self.deadline:
-                yield Row(self.shape.name, self.variant, name, note=LEFT_OUT)
-                continue
-            before = self.llm.stats()
-            try:
-                row = load(self)
-            except LoraplexError as error:  # a request that failed; the engine goes on
-                row = Row(self.shape.name, self.variant, name, note=f"{FAILED}: {type(error).__name__}: {error}")
-            yield ran(replace(row, load=name), before, self.llm.stats(), self.has_graphs)
+            row = kept.get((self.shape.name, self.variant, name)) or self._row(name, load)
+            if row.base_of and row.tokens_per_s is not None:
+                self.bases[row.base_of] = row.tokens_per_s
+            yield row
+
+    def _row(self, name: str, load: Load) -> Row:
+        if time.monotonic() > self.deadline:
+            return Row(self.shape.name, self.variant, name, note=LEFT_OUT)
+        before = self.llm.stats()
+        try:
+            row = load(self)
+        except LoraplexError as error:  # a request that failed; the engine goes on
+            row = Row(self.shape.name, self.variant, name, note=f"{FAILED}: {type(error).__name__}: {error}")
+        return ran(replace(row, load=name), before, self.llm.stats(), self.has_graphs)
 
     def _base(self, batch: int) -> Row:
-        row = self._measure([None] * batch)
-        assert row.tokens_per_s is not None
-        self.bases[batch] = row.tokens_per_s
+        row = replace(self._measure([None] * batch), base_of=batch)
         return self._judged(row, row.of_limit, 0.85 if batch <= 32 else None)
 
+    def _adapters(self, batch: int, num_adapters: int) -> list[LoRARequest | None]:
+        return [self.requests[i % num_adapters] if num_adapters else None for i in range(batch)]
+
+    def _profile(self, batch: int, num_adapters: int) -> Row:
+        found = profile_decode(self.llm, self._adapters(batch, num_adapters), self.sizes, self.place)
+        busy_ms, wall_ms = found.busy_us / 1e3, found.wall_us / 1e3
+        note = f"GPU busy {busy_ms:.2f} of {wall_ms:.2f} ms, {found.num_launched:.0f} kernels a step"
+        return Row(self.shape.name, self.variant, note=note, profile=found)
+
     def _decode(self, batch: int, num_adapters: int) -> Row:
-        adapters = [self.requests[i % num_adapters] for i in range(batch)]
-        row = self._measure(adapters)
+        row = self._measure(self._adapters(batch, num_adapters))
         of_32 = 0.87 if self.variant == "int8 blocks" else 0.80
         target = {1: 0.95, 32: of_32 if batch == 32 else None}.get(num_adapters)
         return self._judged(row, row.base_ratio, target)
@@ -175,11 +206,15 @@ class Bench:
         note = (
             f"{found.prompt_tokens_per_s:.0f} prompt tok/s, gap {found.gap_ms:.1f} ms, 99th {found.gap_p99_ms:.1f} ms"
         )
-        if not num_adapters:
-            self.bases[-seats] = found.tokens_per_s
         base = self.bases.get(-seats) if num_adapters else None
-        ratio = None if base is None else found.tokens_per_s / base
-        return Row(self.shape.name, self.variant, tokens_per_s=found.tokens_per_s, base_ratio=ratio, note=note)
+        return Row(
+            self.shape.name,
+            self.variant,
+            tokens_per_s=found.tokens_per_s,
+            base_ratio=None if base is None else found.tokens_per_s / base,
+            note=note,
+            base_of=0 if num_adapters else -seats,
+        )
 
     def _judged(self, row: Row, measured: float | None, target: float | None, is_at_least: bool = True) -> Row:
         """Targets are of the 8B shape with graphs and look-ahead."""
@@ -195,25 +230,34 @@ Load = Callable[[Bench], Row]
 
 
 def loads_of(variant: str, place: Place, count: int) -> dict[str, Load]:
-    """By name, the ones with a target first. count: adapters."""
-    batches, distinct = ((2,), (2,)) if place.is_interpreted else ((1, 8, 32, 64), (2, 4, 8, 16, 32, 64))
-    if variant not in TARGETED:
-        batches, distinct = batches[-2:], (min(32, count),)
-    most = max(batches)
-    seats, few = min(32, most), min(8, max(1, most // 2), count)
-    return {
-        **{f"decode, {b} base": lambda on, b=b: on._base(b) for b in batches},
-        f"decode, {seats} on 1 adapter": lambda on: on._decode(seats, 1),
-        **{
-            f"decode, {max(k, seats)} on {k} adapters": lambda on, k=k: on._decode(max(k, seats), k)
-            for k in distinct
-            if 1 < k <= count
-        },
-        f"decode, {seats} on {few} adapter{'s' * (few > 1)}, dealt out otherwise": lambda on: on._spread(seats, few),
-        f"cold adapters beside {max(1, seats - 1)}": lambda on: on._cold(seats),
-        f"mixed, {seats} seats, base": lambda on: on._mixed(seats, 0),
-        f"mixed, {seats} seats, {min(seats, count)} adapters": lambda on: on._mixed(seats, seats),
-    }
+    """By name, the ones with a target first, then the profiles: a profiler may leave something behind that costs time.
+    count: adapters."""
+    is_targeted, seats = variant in TARGETED, 2 if place.is_interpreted else 32
+    most, few = min(seats, count), min(8, max(1, seats // 2), count)
+    bases: tuple[int, ...] = ((1, 8, 64) if is_targeted else (64,)) if not place.is_interpreted else ()
+    others = [k for k in (2, 4, 16) if k <= count] if is_targeted and bases else []
+
+    def on(num_adapters: int, batch: int = seats) -> str:
+        if not num_adapters:
+            return f"{batch} base"
+        return f"{batch} on {num_adapters} adapter{'s' * (num_adapters > 1)}"
+
+    def decodes(*numbers: int, batch: int = seats) -> dict[str, Load]:
+        return {f"decode, {on(k, batch)}": lambda bench, k=k: bench._decode(batch, k) for k in numbers}
+
+    def base(batch: int) -> dict[str, Load]:
+        return {f"decode, {on(0, batch)}": lambda bench: bench._base(batch)}
+
+    found = base(seats) | decodes(1, most, *([few] if is_targeted else []))
+    for batch in bases:
+        found |= base(batch)
+    found[f"cold adapters beside {max(1, seats - 1)}"] = lambda bench: bench._cold(seats)
+    found |= {f"profile, {on(k)}": lambda bench, k=k: bench._profile(seats, k) for k in (0, 1, most)}
+    found |= decodes(*others) | (decodes(most, batch=2 * seats) if bases else {})
+    found[f"decode, {on(few)}, dealt out otherwise"] = lambda bench: bench._spread(seats, few)
+    found[f"mixed, {seats} seats, base"] = lambda bench: bench._mixed(seats, 0)
+    found[f"mixed, {seats} seats, {most} adapters"] = lambda bench: bench._mixed(seats, most)
+    return found
 
 
 def ran(row: Row, before: EngineStats, after: EngineStats, has_graphs: bool) -> Row:
@@ -275,13 +319,16 @@ class Run:
     count: int
     deadline: float
     lora_backend: str
+    kept: Mapping[Key, Row] = field(default_factory=dict)
 
 
 def bench(shape: Shape, variant: str, run: Run) -> Iterator[Row]:
     """The rows of one engine. One that does not start is a row that says why."""
     place, loads = run.place, loads_of(variant, run.place, run.count)
-    if time.monotonic() > run.deadline:
-        yield from (Row(shape.name, variant, load, note=LEFT_OUT) for load in ("start", *loads))
+    known = {load: run.kept.get((shape.name, variant, load)) for load in ("start", *loads)}
+    is_whole = all(known[load] is not None for load in loads)
+    if is_whole or time.monotonic() > run.deadline:
+        yield from (row or Row(shape.name, variant, load, note=LEFT_OUT) for load, row in known.items())
         return
     requests = write_or_find(shape, run.count, run.folder)
     settings = settings_of(variant, place, run.lora_backend)
@@ -300,10 +347,8 @@ def bench(shape: Shape, variant: str, run: Run) -> Iterator[Row]:
         yield ran(Row(shape.name, variant, "start", note=note), EngineStats(), llm.stats(), has_graphs=False)
         itemsize = 4 if place.is_interpreted else 2
         has_graphs = place.may_capture and run.lora_backend == "triton" and not settings.get("enforce_eager")
-        on_it = Bench(
-            llm, shape, variant, requests, run.ceilings, run.sizes, itemsize, run.deadline, has_graphs=has_graphs
-        )
-        yield from on_it.rows(loads)
+        on_it = Bench(llm, place, shape, variant, requests, run.ceilings, run.sizes, itemsize, run.deadline, has_graphs)
+        yield from on_it.rows(loads, run.kept)
     del llm, on_it
     gc.collect()
     if not place.is_interpreted:
@@ -345,28 +390,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + args.budget
     models = [TINY] if place.is_interpreted else [SHAPES[name] for name in args.models]
     rows: list[Row] = []
-    ceilings = measure_ceilings(place)
-    title = f"{place.title}\ncopy {ceilings.bandwidth / 1e12:.2f} TB/s{' (made up)' if place.is_interpreted else ''}"
-    output = Output(json_path(args.json, "engine"), title, place)
     sizes = INTERPRETED if place.is_interpreted else ON_A_GPU
     settings = {variant: settings_of(variant, place, args.lora_backend) for variant in args.variants}
+    count = 3 if place.is_interpreted else args.adapters
+    described = {"settings": settings, "sizes": asdict(sizes), "rank": RANK, "adapters": count}
+    path = json_path(args.json, "engine")
+    earlier = find_earlier(path, place, args.resume)
+    kept = kept_of(earlier, described)
+    ceilings = Ceilings(**earlier.figures["ceilings"]) if kept else measure_ceilings(place)
+    title = f"{place.title}\ncopy {ceilings.bandwidth / 1e12:.2f} TB/s{' (made up)' if place.is_interpreted else ''}"
+    output = Output(path, title, place, earlier.commits if kept else ())
+    described["settings"] = {**({"settings": {}} | earlier.figures)["settings"], **settings} if kept else settings
 
     def state() -> tuple[Sheet, dict[str, Any]]:
-        figures = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
-        figures |= {"settings": settings, "sizes": asdict(sizes), "rank": RANK}
-        return Sheet(HEADINGS, [cells(row) for row in rows], num_texts=3), figures
+        """What is kept stays there, whatever this call comes to."""
+        there = {row.key for row in rows}
+        shown = [*rows, *(row for key, row in kept.items() if key not in there)]
+        figures = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in shown], **described}
+        return Sheet(HEADINGS, [cells(row) for row in shown], num_texts=3), figures
 
     with endable() as ending, scratch_folder() as folder:
-        count = 3 if place.is_interpreted else args.adapters
-        run = Run(place, ceilings, sizes, folder, count, deadline, args.lora_backend)
+        run = Run(place, ceilings, sizes, folder, count, deadline, args.lora_backend, kept)
         for variant, shape in itertools.product(args.variants, models):
             for row in bench(shape, variant, run):
                 rows.append(row)
                 output.keep(*state())
     output.finish(*state())
+    for row in rows:
+        if row.profile is not None:
+            print("\n".join([f"{', '.join(row.key)}: {row.note}", *row.profile.lines()]))
     num_failed, num_left_out = (sum(row.note.startswith(how) for row in rows) for how in (FAILED, LEFT_OUT))
     print(f"{len(rows)} loads, {num_failed} failed, {num_left_out} left out")
     return ending.code or int(num_failed > 0 or num_left_out == len(rows))
+
+
+def kept_of(earlier: Earlier, described: Mapping[str, Any]) -> dict[Key, Row]:
+    """The loads that were measured in the same way, the start of their engines too."""
+    figures = earlier.figures
+    if any(figures.get(name) != described[name] for name in ("sizes", "rank", "adapters")):
+        return {}
+    found = {}
+    for row in map(Row.read, figures["rows"]):
+        is_same = figures["settings"].get(row.variant) == described["settings"].get(row.variant)
+        if is_same and not row.note.startswith((FAILED, LEFT_OUT)):
+            found[row.key] = row
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -379,7 +447,7 @@ def parser() -> argparse.ArgumentParser:
     )
     new.add_argument("--lora-backend", default="triton", help="torch: stock torch, to compare with (default: triton)")
     new.add_argument(
-        "--adapters", type=int, default=64, help="as many of rank 16; loads on more are not run (default: 64)"
+        "--adapters", type=positive, default=32, help="as many of rank 16; loads on more are not run (default: 32)"
     )
     new.add_argument(
         "--budget",

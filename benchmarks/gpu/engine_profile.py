@@ -50,11 +50,17 @@ class Profile:
         """Of JSON."""
         return cls(**{**figures, "kernels": [KernelTime(**one) for one in figures["kernels"]]})
 
+    @property
+    def num_launched(self) -> float:
+        return sum(one.count for one in self.kernels)
+
     def lines(self) -> list[str]:
         """The longest kernels, for the log."""
         shown = [f"{one.us:9.1f} us {one.count:7.1f} x  {one.name}" for one in self.kernels[:SHOWN]]
         others = self.kernels[SHOWN:]
-        rest = f"{sum(one.us for one in others):9.1f} us {sum(one.count for one in others):7.1f} x  {len(others)} others"
+        rest = (
+            f"{sum(one.us for one in others):9.1f} us {sum(one.count for one in others):7.1f} x  {len(others)} others"
+        )
         return [*shown, *([rest] if others else [])]
 
 
@@ -109,4 +115,4 @@ def short_name(name: str) -> str:
     plain = re.sub(r"\(anonymous namespace\)::|\bat::native::|^void ", "", name)
     base = re.split(r"[<(]", plain, maxsplit=1)[0]
     what = re.search(r"\w*Functor\w*|\w+_kernel_cuda|\w+_kernel_impl", plain[len(base) :])
-    return f"{base or plain}{f'({what[0]})' if what else ''}"[:LONGEST_NAME]
+    return f"{(base or plain).strip()}{f'({what[0]})' if what else ''}"[:LONGEST_NAME]

@@ -206,14 +206,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output(path, title_of(place, ceilings), place, earlier.commits if kept else ())
 
     def lines() -> list[str]:
-        return [] if place.is_interpreted else judged(timed, ceilings)
+        return [] if place.is_interpreted else judged(shown(), ceilings)
 
-    def state() -> tuple[Sheet, dict[str, Any]]:
+    def shown() -> list[Timed]:
         """What is kept stays there, whatever this call comes to."""
         there = {(one.group, one.name) for one in timed}
-        shown = [*timed, *(one for key, one in kept.items() if key not in there)]
-        figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in shown], "targets": lines()}
-        rows = [cells(one, ceilings, is_judged=not place.is_interpreted) for one in shown]
+        return [*timed, *(one for key, one in kept.items() if key not in there)]
+
+    def state() -> tuple[Sheet, dict[str, Any]]:
+        figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in shown()], "targets": lines()}
+        rows = [cells(one, ceilings, is_judged=not place.is_interpreted) for one in shown()]
         return Sheet(HEADINGS, rows, num_texts=2), figures
 
     with endable() as ending, frozen_objects(), torch.inference_mode():

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from benchmarks.gpu import adapters, check, check_pieces, engine, kernel_cases, 
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.attention_problems import SPLIT_CONTEXT, flash_problems
 from benchmarks.gpu.check_pieces import Piece, SideBySide
+from benchmarks.gpu.engine_profile import KernelTime, Profile, profile_of, short_name
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits, without_ties
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
 from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, expert_cases, lora_case, lora_cases
@@ -349,12 +350,80 @@ def test_without_a_gpu_it_is_said_in_a_line() -> None:
 
 def test_targets_are_of_the_large_shape() -> None:
     row = engine.Row("Llama-3-8B", "default", "decode")
-    bench = engine.Bench(None, LLAMA_8B, "default", [], Ceilings(1, 1), engine.ON_A_GPU, 2, 0.0)
+    bench = engine.Bench(None, PLACE, LLAMA_8B, "default", [], Ceilings(1, 1), engine.ON_A_GPU, 2, 0.0)
     assert bench._judged(row, 0.85, 0.85).verdict == "ok"
     assert bench._judged(row, 0.84, 0.85).verdict == "MISSED"
     assert bench._judged(row, 0.06, 0.05, is_at_least=False).verdict == "MISSED"
     assert replace(bench, shape=LLAMA_1B)._judged(row, 0.1, 0.85).verdict == ""
     assert replace(bench, variant="eager")._judged(row, 0.1, 0.85).verdict == ""
+
+
+def test_loads_with_a_target_come_first() -> None:
+    place = replace(PLACE, device=torch.device("cuda"))
+    loads = [*engine.loads_of("default", place, 32)]
+    assert loads[:4] == [f"decode, 32 {on}" for on in ("base", "on 1 adapter", "on 32 adapters", "on 8 adapters")]
+    assert loads[4:8] == ["decode, 1 base", "decode, 8 base", "decode, 64 base", "cold adapters beside 31"]
+    assert loads[8:11] == ["profile, 32 base", "profile, 32 on 1 adapter", "profile, 32 on 32 adapters"]
+    assert loads[14] == "decode, 64 on 32 adapters"
+    assert [*engine.loads_of("eager", place, 32)][:4] == [*loads[:3], "decode, 64 base"]
+
+
+def test_a_profile_is_of_one_step() -> None:
+    spans = [
+        ("void at::native::elementwise_kernel<128, 4, at::native::CUDAFunctor_add<c10::BFloat16> >(int)", 0.0, 10.0),
+        ("void at::native::elementwise_kernel<128, 4, at::native::CUDAFunctor_add<c10::BFloat16> >(int)", 20.0, 30.0),
+        ("shrink_kernel", 25.0, 65.0),
+        ("shrink_kernel", 26.0, 27.0),
+    ]
+    found = profile_of(spans, 2, 1e-4)
+    assert (found.wall_us, found.busy_us, found.num_launched) == (50.0, 27.5, 2.0)
+    assert [(one.name, one.us, one.count) for one in found.kernels] == [
+        ("shrink_kernel", 20.5, 1.0),
+        ("elementwise_kernel(CUDAFunctor_add)", 10.0, 1.0),
+    ]
+    assert Profile.read(json.loads(json.dumps(asdict(found)))) == found
+    many = replace(found, kernels=[KernelTime(f"k{i}", 1.0, 2.0) for i in range(20)])
+    assert len(many.lines()) == 16
+    assert many.lines()[-1].split() == ["5.0", "us", "10.0", "x", "5", "others"]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "nvjet_tst_64x8_64x16_4x1_v_bz_TNT"),
+        ("void (anonymous namespace)::fill_kernel<int>(int*)", "fill_kernel"),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD "),
+    ],
+)
+def test_names_of_kernels_are_short(name: str, short: str) -> None:
+    assert short_name(name) == short.strip()
+
+
+def test_loads_that_were_measured_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "engine.json"
+    arguments = ["--interpret", "--lora-backend", "torch", "--variants", "default", "--json", str(out), "--resume"]
+    assert engine.main(arguments) == 0
+    first = json.loads(out.read_text())
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "LLM", interrupted)
+        assert engine.main(arguments) == 0
+        assert json.loads(out.read_text())["rows"] == first["rows"]
+        first["rows"][2]["note"] = LEFT_OUT
+        first["rows"][1]["tokens_per_s"] = 1e-3
+        out.write_text(json.dumps(first))
+        assert engine.main(arguments) == 130
+        assert len(json.loads(out.read_text())["rows"]) == len(first["rows"]) - 1
+    assert engine.main(arguments) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["load"] for row in rows] == [row["load"] for row in first["rows"]]
+    assert rows[3:] == first["rows"][3:]
+    assert rows[2]["base_ratio"] > 1e3
+    first["rows"][5]["note"] = LEFT_OUT
+    out.write_text(json.dumps({**first, "adapters": 4}))
+    monkeypatch.setattr(engine, "LLM", interrupted)
+    assert engine.main(arguments) == 130
+    assert json.loads(out.read_text())["rows"] == []
 
 
 def test_eager_steps_and_fallbacks_fail_a_row() -> None:
