@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.adapters import remove_scratch
 from benchmarks.gpu.kernel_checks import Finding
 from benchmarks.gpu.place import KEEP_EVERY_S
 
@@ -132,6 +133,7 @@ class SideBySide:
     def _take(self, one: _Process) -> None:
         """What a process that has ended found, and a finding for each check that it did not come to."""
         kill_session(one.process)
+        remove_scratch(one.process.pid)
         self._running.remove(one)
         piece, code, figures = one.piece, one.process.returncode, _read(one.path)
         found = list(_findings(figures))

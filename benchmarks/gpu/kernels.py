@@ -231,7 +231,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.finish(*state())
     num_left_out = sum(one.error == LEFT_OUT for one in timed)
     num_failed = sum(bool(one.error) for one in timed) - num_left_out
-    print("\n".join([*lines(), f"{len(timed)} cases, {num_failed} did not run, {num_left_out} left out"]))
+    eager = [f"timed without a graph: {one.group} {one.name}, {name or 'it'}" for one in timed for name in one.eager]
+    print(
+        "\n".join(
+            [
+                *([] if place.is_interpreted else eager),
+                *lines(),
+                f"{len(timed)} cases, {num_failed} did not run, {num_left_out} left out",
+            ]
+        )
+    )
     return ending.code or int(num_failed > 0 or len(timed) == num_left_out)
 
 
