@@ -74,7 +74,7 @@ SANITIZED = (
     *(Sanitized("memcheck", group) for group in ("lora", "attention", "experts", "glue")),
     *(Sanitized("racecheck", group, "decode") for group in ("lora", "attention")),
 )
-"""Races: the LoRA kernel of one launch, and contexts that are split, where programs wait for one another."""
+"""Races: of contexts that are split, where the last program to arrive adds the parts up, and of LoRA."""
 
 NUM_PIECES: Mapping[str, int] = {"experts": 3, "lora": 3, "attention": 2, SANITIZER: len(SANITIZED)}
 """Of a group, side by side; of others one."""

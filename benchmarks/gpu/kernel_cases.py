@@ -210,14 +210,13 @@ class _Stacked:
 
 def lora_cases(place: Place) -> Iterator[Case]:
     """Those with a target first; else decode on 4096x4096 and on the other linears of an 8B model, eight-bit blocks,
-    prompts, one launch against two."""
+    prompts."""
     if place.is_interpreted:
         yield lora_case(place, "lora decode", TINY.target("qkv"), 8, [0, 1, 2], "T=3 distinct")
         yield lora_case(place, "lora decode, int8 blocks", TINY.target("o"), 8, [0, 1], "T=2", block_dtype=torch.int8)
-        yield lora_case(place, "lora decode, two launches", TINY.target("o"), 8, [0, 1], "T=2", is_lora_fused=False)
         yield lora_case(place, "lora prefill", TINY.target("down"), 16, [0] * 20 + [1] * 4, "T=24 x2")
         return
-    cases = [*_decode_cases(place), *_int8_cases(place), *_prompt_cases(place), *_launch_cases(place)]
+    cases = [*_decode_cases(place), *_int8_cases(place), *_prompt_cases(place)]
     yield from sorted(cases, key=lambda case: not case.target)
 
 
@@ -251,14 +250,6 @@ def _prompt_cases(place: Place) -> Iterator[Case]:
         for linear, (num_adapters, rows) in itertools.product(linears, ((1, 2048), (4, 8192))):
             slots = sorted(i % num_adapters for i in range(rows))
             yield lora_case(place, "lora prefill", LLAMA_8B.target(linear), rank, slots, f"T={rows} x{num_adapters}")
-
-
-def _launch_cases(place: Place) -> Iterator[Case]:
-    """One launch against two."""
-    for is_fused, linear, batch in itertools.product((True, False), ("o", "gate_up"), (1, 32)):
-        group = f"lora decode, {'one launch' if is_fused else 'two launches'}"
-        target = LLAMA_8B.target(linear)
-        yield lora_case(place, group, target, 16, range(batch), f"T={batch} distinct", is_lora_fused=is_fused)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention

@@ -110,11 +110,7 @@ def _same(a: Tensors, b: Tensors) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- LoRA
 
 
-OPTION_NAMES = {
-    ("block_dtype", torch.int8): "int8 blocks",
-    ("is_lora_fused", True): "one launch",
-    ("is_lora_fused", False): "two launches",
-}
+OPTION_NAMES = {("block_dtype", torch.int8): "int8 blocks"}
 
 
 def lora_problem(
@@ -212,11 +208,7 @@ def lora_problems(place: Place, is_small: bool) -> Iterator[Planned]:
             slots = draw_slots(POPULARITIES[number % 4], batches[number % len(batches)], rng)
             ranks = [every_rank[i % len(every_rank)] for i in range(max(slots) + 1)]
             yield lora_problem(place, target, dtype, ranks, slots, True, has_bias=number == 1, seed=seed)
-    for dtype, options in itertools.product(
-        place.dtypes,
-        ({"block_dtype": torch.int8, "is_lora_fused": True}, {"block_dtype": torch.int8, "is_lora_fused": False},
-         {"is_lora_fused": True}, {"is_lora_fused": False}),
-    ):  # fmt: skip
+    for dtype, options in itertools.product(place.dtypes, ({"block_dtype": torch.int8}, {})):
         target = (TINY if is_small else LLAMA_8B).target("qkv")
         slots = draw_slots("uniform", max(batches) // 2 + 1, np.random.default_rng(7))
         yield lora_problem(place, target, dtype, every_rank * 8, slots, True, True, next(seeds), **options)

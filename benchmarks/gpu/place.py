@@ -43,7 +43,7 @@ class Place:
         return self.device.type != "cuda"
 
     def lora_backend(self, **options: Any) -> KernelBackend:
-        """Another one here; options of TritonBackend: block_dtype, is_lora_fused, attention."""
+        """Another one here; options of TritonBackend: block_dtype, attention."""
         from loraplex.kernels.triton.backend import TritonBackend
 
         return TritonBackend(self.device, **options)

@@ -37,7 +37,7 @@ MAX_READ_BYTES = 2**30
 SMALL_READ_BYTES = 2**27
 """An open of so few bytes waits for no other: turns bound how many there are."""
 
-KEPT_OPEN_S, MAX_OPEN_BYTES = 2.0, 64 * 2**20
+KEPT_OPEN_S, MAX_OPEN_BYTES = 2.0, 512 * 2**20
 """How long weights that were opened wait for the verb that adds them, and of how many bytes."""
 
 _OF_CONTENT = (

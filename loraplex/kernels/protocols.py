@@ -53,6 +53,13 @@ class LayerOps(Protocol):
         """
         ...
 
+    def begin_lora(
+        self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
+    ) -> None:
+        """What `add_lora` of these arguments, which is the next one to come, can do without y, beside what is called
+        meanwhile."""
+        ...
+
     def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         """In place, for each segment, in their order: x[s:e] = (1 + weight (input_gain - 1)) x[s:e].
 

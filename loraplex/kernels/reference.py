@@ -353,6 +353,11 @@ class ReferenceBackend(StockPacking, StockWeights):
     name = description = "reference"
     quantizations = tuple(SPECIFICATIONS)
 
+    def begin_lora(
+        self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
+    ) -> None:
+        """Nothing: `add_lora` does all of it."""
+
     def add_lora(
         self,
         y: torch.Tensor,

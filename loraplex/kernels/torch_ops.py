@@ -35,6 +35,11 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         """`reason`: why it is not native kernels."""
         self.description = f"stock torch ({reason})" if reason else "stock torch"
 
+    def begin_lora(
+        self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
+    ) -> None:
+        """Nothing: `add_lora` does all of it."""
+
     def add_lora(
         self,
         y: torch.Tensor,

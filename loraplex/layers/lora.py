@@ -90,6 +90,7 @@ class BaseLayerWithLoRA:
         """
         if plan is not None and plan.num_segments:
             self._scale_input(x, plan)
+            self._begin_lora(x, plan)
         y = self.base_layer.forward(x)
         if plan is None:
             return y
@@ -131,6 +132,10 @@ class BaseLayerWithLoRA:
         if table is None or backend is None or not table.has_input_gains or len(self.target.slices) > 1:
             return
         backend.scale_input(x, plan, table, self._first_row)
+
+    def _begin_lora(self, x: torch.Tensor, plan: LoraPlan) -> None:
+        if self._table is not None and self.lora_backend is not None:
+            self.lora_backend.begin_lora(x, plan, self._table, self._first_row, self.target.slices)
 
     def apply_lora(self, base_output: torch.Tensor, x: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
         """`LayerOps.add_lora`, in place; returns base_output. x: as the base layer got it, with its input gains."""

@@ -50,11 +50,10 @@ class TapeLauncher(TritonLauncher):
             self._device.tape.calls.append(Launch(run))
 
 
-@pytest.mark.parametrize("is_lora_fused", [False, True])
-def test_replays_equal_eager_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_lora_fused: bool) -> None:
+def test_replays_equal_eager_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens of the oracle, through graphs of two rows; nothing that the host knew of a step is in them."""
     device, cpu = TapeDevice(), torch.device("cpu")
-    backend = TritonBackend(cpu, TapeLauncher(cpu, device), is_lora_fused=is_lora_fused)
+    backend = TritonBackend(cpu, TapeLauncher(cpu, device))
     monkeypatch.setattr(build_module, "get_backend", lambda *_: backend)
     monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: device)
     monkeypatch.setattr(decode_graphs, "graph_sizes", lambda *_: (2,))
@@ -93,7 +92,7 @@ def test_a_mix_takes_a_graph_with_as_many_rows_as_tiles(bench: Bench, monkeypatc
     plain = loaded(Driver(bench.base, LoRAConfig(), **settings), bench)
     expected = tokens(plain)
     plain.close()
-    backend = TritonBackend(cpu, TapeLauncher(cpu, device), is_lora_fused=True)
+    backend = TritonBackend(cpu, TapeLauncher(cpu, device))
     monkeypatch.setattr(build_module, "get_backend", lambda *_: backend)
     monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: device)
     monkeypatch.setattr(decode_graphs, "graph_sizes", lambda *_: (2, 4))

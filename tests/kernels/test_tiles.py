@@ -45,7 +45,7 @@ def check_tiles(tiles: NDArray[np.int32], most_rows: int) -> list[tuple[int, int
             next_head += chain
             heads.append((start, start + rows))
         else:
-            assert chain == 0
+            assert chain == t - next_head
             assert (start, start + rows) == heads[-1]
         weight = np.array(bits, np.int32).view(np.float32).item()
         found += [(row, slot, weight) for row in range(start, start + rows)]
@@ -87,7 +87,7 @@ def test_disjoint_segments_fit_in_the_room_of_a_plan(lengths: list[int], gaps: l
 def test_short_segments_are_small_tiles_and_long_ones_large() -> None:
     segments = [LoraSegment(0, LONGEST_SMALL, 3), LoraSegment(LONGEST_SMALL, 2 * LONGEST_SMALL + 1, 4, 0.5)]
     tiles = cut_tiles(segments, is_decode=False)
-    assert tiles.small[START].tolist() == [0, 4, 8, 12]
+    assert tiles.small[[START, ROWS], 0].tolist() == [0, LONGEST_SMALL]
     assert set(tiles.small[SLOT].tolist()) == {3}
     assert tiles.large[[START, ROWS, SLOT, CHAIN], 0].tolist() == [LONGEST_SMALL, LONGEST_SMALL + 1, 4, 1]
     assert tiles.large[WEIGHT].view(np.float32).tolist() == [0.5]

@@ -31,7 +31,7 @@ from loraplex.kernels.triton.attention_kernels import (
     prefill_attention_kernel,
 )
 from loraplex.kernels.triton.flash_attention import FlashSequences, flash_attention
-from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
+from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher, next_power_of_2
 from loraplex.kernels.triton.workspace import Workspace
 
 LOG2_E = 1.4426950408889634
@@ -71,7 +71,7 @@ class _Shape:
 
     @property
     def dims(self) -> int:
-        return max(LEAST_ROWS, int(triton.next_power_of_2(self.head_dim)))
+        return max(LEAST_ROWS, int(next_power_of_2(self.head_dim)))
 
     @property
     def decode_keys(self) -> int:
@@ -98,7 +98,7 @@ class _Tiling:
 def _tiling(shape: _Shape, num_rows: int, launcher: Launcher) -> _Tiling:
     """`num_rows`: query tokens x heads of the step. Large tiles only where they still fill the GPU twice."""
     if shape.itemsize == 4:  # no tensor cores: what is in registers counts
-        return _Tiling(rows=max(32, triton.next_power_of_2(shape.group)), keys=16, num_warps=8, num_stages=3)
+        return _Tiling(rows=max(32, next_power_of_2(shape.group)), keys=16, num_warps=8, num_stages=3)
     is_hopper = launcher.target.capability >= (9, 0)
     if shape.dims > 128:
         rows, keys, num_warps = 64, 32, 8
@@ -372,7 +372,7 @@ def _decode(call: _Call, workspace: Workspace, sequences: torch.Tensor | None) -
         arrivals = workspace.take("arrivals", num_groups, torch.int32, call.q.device)
     call.launcher.launch(
         decode_attention_kernel,
-        (shape.num_kv_heads, num_programs, num_sequences),
+        (shape.num_kv_heads, num_sequences, num_programs),
         call.q,
         call.kv_layer,
         call.out,
@@ -390,8 +390,8 @@ def _decode(call: _Call, workspace: Workspace, sequences: torch.Tensor | None) -
         *call.numbers,
         num_warps=8 if shape.itemsize == 4 else 4,
         num_stages=shape.decode_stages(call.launcher),
-        MEMBERS=triton.next_power_of_2(shape.group),
-        ROWS=max(LEAST_ROWS, triton.next_power_of_2(shape.group)),
+        MEMBERS=next_power_of_2(shape.group),
+        ROWS=max(LEAST_ROWS, next_power_of_2(shape.group)),
         KEYS=shape.decode_keys,
         IS_LISTED=sequences is not None,
         IS_SPLIT=num_splits > 1,

@@ -188,12 +188,13 @@ def decode_attention_kernel(
     IS_LISTED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Program (KV head, number p, sequence): parts p, p + P, ... of the context, P being how many programs there are.
+    """Program (KV head, sequence, number p): parts p, p + P, ... of the context, P being how many programs there are.
+    Those that have nothing to do in most steps begin last.
 
     Where the parts begin depends on the sequence's own context alone, not on P. Of several programs, the last to arrive
     adds all parts up, in their order; it leaves its counter at 0 for the next launch.
     """
-    kv_head, first, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, item, first = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, row = item, item
     if IS_LISTED:
         sequence = tl.load(sequences_ptr + item)
@@ -219,7 +220,7 @@ def decode_attention_kernel(
     out_places = members[:, None] * HEAD_DIM + dims[None, :]
     group = item.to(tl.int64) * KV_HEADS + kv_head
     first_part = group * num_splits * GROUP
-    for split in range(first, count if IS_SPLIT else 1, tl.num_programs(1)):
+    for split in range(first, count if IS_SPLIT else 1, tl.num_programs(2)):
         start = begin + split * per_split
         top, total = _softmax_start(sinks_ptr, heads, members < GROUP, split == 0, ROWS, HAS_SINKS)
         top, total, acc = _fold_keys(
@@ -262,7 +263,7 @@ def decode_attention_kernel(
         if count > 1:
             tl.debug_barrier()  # what all threads wrote comes before what one of them signals
             arrived = tl.atomic_add(arrivals_ptr + group, 1)
-            if arrived == tl.minimum(count, tl.num_programs(1)) - 1:
+            if arrived == tl.minimum(count, tl.num_programs(2)) - 1:
                 tl.store(arrivals_ptr + group, 0)
                 summed = _sum_parts(partial_ptr, softmax_ptr, first_part, GROUP, count, GROUP, MEMBERS, HEAD_DIM, DIMS)
                 places = tl.arange(0, MEMBERS)[:, None] * HEAD_DIM + dims[None, :]

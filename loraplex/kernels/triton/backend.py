@@ -28,7 +28,7 @@ from loraplex.kernels.triton.flash_attention import flash_attention_gap
 from loraplex.kernels.triton.input_gain import scale_input, scale_input_gap
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
 from loraplex.kernels.triton.linear import quantized_linear
-from loraplex.kernels.triton.lora import TRITON_DTYPES, add_lora, rank_capacity
+from loraplex.kernels.triton.lora import TRITON_DTYPES, LoraKernels, rank_capacity
 from loraplex.kernels.triton.lora_packing import GpuPacking
 from loraplex.kernels.triton.workspace import Workspace
 from loraplex.metrics import KernelFallback
@@ -46,14 +46,12 @@ class TritonBackend(GpuPacking, TorchBackend):
         launcher: Launcher | None = None,
         *,
         block_dtype: torch.dtype | None = None,
-        is_lora_fused: bool | None = None,
         attention: str = "auto",
     ) -> None:
         """`launcher`: how kernels are run; by default on the device. Raises ConfigError where Triton cannot run.
 
-        block_dtype: of adapters in packed blocks, int8 too; None: the model's. is_lora_fused: one launch for a decode
-        step's shrink and expand, or two; None: as the shapes say. attention: the setting attention_backend; until
-        `choose_attention` it is Triton's.
+        block_dtype: of adapters in packed blocks, int8 too; None: the model's. attention: the setting
+        attention_backend; until `choose_attention` it is Triton's.
         """
         self.launcher = launcher or TritonLauncher(device)
         major, minor = self.launcher.target.capability
@@ -61,12 +59,14 @@ class TritonBackend(GpuPacking, TorchBackend):
         self.description = f"triton sm_{major}{minor}, {where}"
         self.quantizations = quantizations_of(self.launcher.target.capability)
         self.block_dtype = block_dtype
-        self._is_lora_fused = is_lora_fused
         self._attention, self._is_flash = attention, False
         self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
         self._fallbacks = FallbackCounter(self.name)
         self._is_capturing = False
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._is_begun = False
         self.lora_workspace = Workspace("LoRA")
+        self._lora = LoraKernels(self.launcher, self.lora_workspace)
         self.attention_workspace = Workspace("attention")
         self.expert_tables = moe.ExpertTables()
 
@@ -97,7 +97,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         try:
             yield
         finally:
-            self._is_capturing = False
+            self._is_capturing = self._is_begun = False
 
     def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
         table.expect(max_rank, (self.block_dtype or compute_dtype,))
@@ -139,8 +139,21 @@ class TritonBackend(GpuPacking, TorchBackend):
             return super().add_lora(y, x, plan, table, first_row, slices)
         assert y.stride(1) == 1
         dense = x if x.stride(1) == 1 else x.contiguous()
-        fused = self._is_lora_fused
-        add_lora(self.launcher, self.lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
+        is_shrunk, self._is_begun = self._is_begun, False
+        if is_shrunk:
+            torch.cuda.current_stream(x.device).wait_stream(self._side)
+        self._lora.add_lora(y, dense, plan, table, first_row, slices, is_shrunk=is_shrunk)
+
+    def begin_lora(
+        self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
+    ) -> None:
+        """In a captured decode step the shrink is a branch of the graph beside the base's product, which hides it."""
+        if self._side is None or not self._is_capturing or not plan.is_decode or x.stride(1) != 1:
+            return
+        self._side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._side):
+            self._lora.shrink_small(x, plan, table, first_row, slices)
+        self._is_begun = True
 
     def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, row: int) -> None:
         gap = scale_input_gap(x)

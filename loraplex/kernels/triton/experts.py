@@ -35,7 +35,7 @@ from loraplex.kernels.triton.experts_routing import (
     place_kernel,
     route_kernel,
 )
-from loraplex.kernels.triton.launch import FLOAT_DTYPES, GpuTarget, Launcher
+from loraplex.kernels.triton.launch import FLOAT_DTYPES, GpuTarget, Launcher, cdiv, next_power_of_2
 from loraplex.kernels.triton.linear import round_rows
 from loraplex.kernels.triton.lora import TRITON_DTYPES, rank_capacity
 from loraplex.kernels.triton.workspace import Workspace
@@ -166,7 +166,7 @@ class _Sizes:
 
     @property
     def padded_experts(self) -> int:
-        padded: int = triton.next_power_of_2(self.num_experts)
+        padded: int = next_power_of_2(self.num_experts)
         return padded
 
 
@@ -208,7 +208,7 @@ class ShrinkBlocks:
         """Splits depend on no batch: there is one kernel for each number of rows of a block."""
         is_wide = dot == torch.float32
         depth = 32 if is_wide else 128 if rows == 16 else 64
-        splits = max(1, min(MOST_SPLITS, triton.cdiv(in_features, depth) // LEAST_TURNS)) if rows == 16 else 1
+        splits = max(1, min(MOST_SPLITS, cdiv(in_features, depth) // LEAST_TURNS)) if rows == 16 else 1
         return cls(1 << (splits.bit_length() - 1), depth, min(capacity, 16 if is_wide else 32))
 
 
@@ -270,7 +270,7 @@ def _routed(
     segments = [members] * 3 if plan is None else [plan.seg_starts, plan.seg_ends, plan.seg_slots]
     capacity = 0 if plan is None else plan.capacity
     of_experts = {"NUM_EXPERTS": num_experts, "BLOCK_E": sizes.padded_experts}
-    of_segments = {"CAPACITY": capacity, "BLOCK_S": triton.next_power_of_2(max(1, capacity))}
+    of_segments = {"CAPACITY": capacity, "BLOCK_S": next_power_of_2(max(1, capacity))}
     launcher.launch(
         route_kernel, (sizes.num_rows,), logits, logits.stride(0), chosen, factors, members, *segments,
         num_warps=1, **of_experts, **of_segments, TOP_K=sizes.top_k, NORMALIZES=layer.normalizes,
@@ -318,7 +318,7 @@ class _Step:
         blocks = ProductBlocks.of(sizes.rows, linears, is_first, dtype, target)
         self.launcher.launch(
             product_kernel,
-            (sizes.num_blocks, triton.cdiv(num_columns, blocks.columns)),
+            (sizes.num_blocks, cdiv(num_columns, blocks.columns)),
             *(rows, rows.stride(0), x_scales, out, self.route.order, self.route.blocks, sizes.num_blocks),
             *(linears.table, *shrunk.arguments),
             num_warps=blocks.num_warps,
@@ -407,9 +407,9 @@ def experts(
     assert not isinstance(gate_up, str) and not isinstance(down, str), tables  # noqa: PT018
     out = step.product(step.product(x, gate_up, is_first=True), down, is_first=False)
     hidden = x.shape[1]
-    columns = min(COLUMNS_AT_ONCE, triton.next_power_of_2(hidden))
+    columns = min(COLUMNS_AT_ONCE, next_power_of_2(hidden))
     launcher.launch(
-        combine_kernel, (len(x), triton.cdiv(hidden, columns)), out, route.places, route.factors, y,
+        combine_kernel, (len(x), cdiv(hidden, columns)), out, route.places, route.factors, y,
         num_stages=1, HIDDEN=hidden, TOP_K=sizes.top_k, COLUMNS=columns,
     )  # fmt: skip
     return y

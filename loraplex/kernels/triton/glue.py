@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
+from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher, cdiv, next_power_of_2
 
 TILE = 4096
 """Numbers that one program holds, where a row is not longer."""
@@ -116,11 +116,11 @@ def _norm(
 ) -> None:
     size = x.shape[-1]
     num_rows = x.shape[0] * heads
-    columns = triton.next_power_of_2(size)
+    columns = next_power_of_2(size)
     rows = _rows(TILE // columns, num_rows, launcher)
     launcher.launch(
         rms_norm_kernel,
-        (triton.cdiv(num_rows, rows),),
+        (cdiv(num_rows, rows),),
         x,
         residual,
         weight,
@@ -183,10 +183,10 @@ def silu_mul(launcher: Launcher, gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 n] of any row stride -> [T, n]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    columns = min(2048, triton.next_power_of_2(size))
+    columns = min(2048, next_power_of_2(size))
     launcher.launch(
         silu_mul_kernel,
-        (num_rows, triton.cdiv(size, columns)),
+        (num_rows, cdiv(size, columns)),
         gate_up,
         out,
         gate_up.stride(0),
@@ -316,12 +316,12 @@ def rotary_write_kv(
     """q [T, H, D], k and v [T, KH, D] of any strides but the last. q is turned in place, k stays. Slot -1: no write."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
-    columns = triton.next_power_of_2(head_dim // 2)
+    columns = next_power_of_2(head_dim // 2)
     rows = _rows(TILE // 4 // columns, num_tokens * num_heads, launcher)
-    num_query_programs = triton.cdiv(num_tokens * num_heads, rows) if cos.shape[1] else 0
+    num_query_programs = cdiv(num_tokens * num_heads, rows) if cos.shape[1] else 0
     launcher.launch(
         rotary_write_kv_kernel,
-        (num_query_programs + triton.cdiv(num_tokens * num_kv_heads, rows),),
+        (num_query_programs + cdiv(num_tokens * num_kv_heads, rows),),
         q,
         k,
         v,

@@ -13,7 +13,7 @@ import triton.language as tl
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.reference import check_rows
 from loraplex.kernels.tiles import SMALL_ROWS
-from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
+from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher, cdiv, next_power_of_2
 from loraplex.kernels.triton.lora import num_small_tiles
 from loraplex.kernels.triton.lora_small import WORDS
 
@@ -78,9 +78,9 @@ def scale_input(launcher: Launcher, x: torch.Tensor, plan: LoraPlan, table: Slot
         (plan.small_tiles, num_small_tiles(plan), SMALL_ROWS),
         (plan.large_tiles, found.large.shape[1], found.large_rows),
     ):
-        block_k = min(NUMBERS // block_m, triton.next_power_of_2(x.shape[1]))
+        block_k = min(NUMBERS // block_m, next_power_of_2(x.shape[1]))
         launcher.launch(
-            scale_input_kernel, (triton.cdiv(x.shape[1], block_k), count),
+            scale_input_kernel, (cdiv(x.shape[1], block_k), count),
             x, x.stride(0), tiles, tiles.shape[1], table.input_gain_addr, row, table.num_rows,
             IN=x.shape[1], BLOCK_M=block_m, BLOCK_K=block_k,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from loraplex.kernels.quantized_linear import (
     linear_of_many_rows,
 )
 from loraplex.kernels.quantized_weights import INT4_GROUP
-from loraplex.kernels.triton.launch import GpuTarget, Launcher
+from loraplex.kernels.triton.launch import GpuTarget, Launcher, cdiv, next_power_of_2
 
 FEW_ROWS = 512
 """Up to so many rows a weight is widened on the way. For more, dequantising it first costs less than widening it for
@@ -78,11 +78,11 @@ class _Tiles:
     def of(cls, num_rows: int, weight: QuantizedWeight, itemsize: int, target: GpuTarget) -> _Tiles:
         """Programs enough to keep memory busy on every multiprocessor. Depends on shapes and the GPU alone."""
         most = 128 if itemsize == 2 else LEAST_ROWS  # without matrix units more rows spill, and took more than 99 KiB
-        rows = min(most, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
+        rows = min(most, max(LEAST_ROWS, next_power_of_2(num_rows)))
         columns, num_warps, programs_per_sm = (64, 2, 4) if rows <= 32 else (128, 8, 2 if rows == 64 else 1)
-        num_programs = triton.cdiv(weight.out_features, columns) * triton.cdiv(num_rows, rows)
+        num_programs = cdiv(weight.out_features, columns) * cdiv(num_rows, rows)
         wanted = target.num_sms * programs_per_sm // max(1, num_programs)
-        num_turns = triton.cdiv(weight.in_features, DEPTH)
+        num_turns = cdiv(weight.in_features, DEPTH)
         num_splits = max(1, min(wanted, num_turns // LEAST_TURNS))
         stage_bytes = columns * weight.q.shape[1] // num_turns + rows * DEPTH * itemsize
         num_waiting = (
@@ -102,7 +102,7 @@ def skinny_linear(
     is_split = tiles.num_splits > 1
     sums = x.new_empty(tiles.num_splits, num_rows, out_features, dtype=torch.float32) if is_split else y
     # Programs that read one part of the weight follow one another, so that all but the first find it in the cache.
-    grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(out_features, tiles.columns), tiles.num_splits)
+    grid = (cdiv(num_rows, tiles.rows), cdiv(out_features, tiles.columns), tiles.num_splits)
     launcher.launch(
         skinny_linear_kernel,
         grid,
@@ -129,7 +129,7 @@ def skinny_linear(
     if is_split:
         launcher.launch(
             add_splits_kernel,
-            (triton.cdiv(out_features, REDUCED_AT_ONCE), num_rows),
+            (cdiv(out_features, REDUCED_AT_ONCE), num_rows),
             sums,
             x if bias is None else bias,
             y,
@@ -267,7 +267,7 @@ def dequantize(launcher: Launcher, weight: QuantizedWeight, start: int, out: tor
     num_bytes, num_groups = q.numel(), len(scale)
     launcher.launch(
         dequantize_int4_kernel,
-        (triton.cdiv(num_bytes, BYTES_AT_ONCE),),
+        (cdiv(num_bytes, BYTES_AT_ONCE),),
         q,
         scale,
         out,
@@ -306,7 +306,7 @@ def round_rows(launcher: Launcher, x: torch.Tensor) -> Fp8Rows:
         torch.empty(num_rows, depth, dtype=torch.float8_e4m3fn, device=x.device),
         torch.empty(num_rows, 1, device=x.device),
     )
-    block = triton.next_power_of_2(depth)
+    block = next_power_of_2(depth)
     launcher.launch(
         round_rows_kernel,
         (num_rows,),

@@ -1,6 +1,6 @@
 """add_lora in Triton: which kernels run, in which shapes, and the memory between shrink and expand.
 
-    small tiles   lora_small.py   one fused launch, or two where the items would not all fit on the GPU at once
+    small tiles   lora_small.py   two launches
     large tiles   lora_large.py   two launches, three where K is split
 
 A decode step has small tiles alone, in a grid as large as its rows (or as the plan's room), so that it depends on the
@@ -10,6 +10,9 @@ held (`rank_capacity`): nothing is tried out at run time, and every start takes 
 Kernels that know of gains run from the first block with a gain on, in this table; without gains the others cost
 nothing more than they did.
 
+What does not change from step to step of a linear is worked out once (`_Linear`): the host launches five kernels for each
+of hundreds of linears in a step that is no graph's.
+
 What a capture needs: the same step was run once before, which makes the workspace; afterwards a replay reads tiles,
 table and rows of x alone. It is good for any plan of the same padded size, as long as no rank of the step is above the
 capacity of the capture, and no adapter of the step has a gain that the table had not at the capture (has_gains).
@@ -18,6 +21,7 @@ capacity of the capture, and no adapter of the step has a gain that the table ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -28,9 +32,9 @@ from loraplex.core import LoraSlice
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.reference import check_rows
 from loraplex.kernels.tiles import SMALL_ROWS, Tiles
-from loraplex.kernels.triton.launch import Launcher
+from loraplex.kernels.triton.launch import Launcher, cdiv, next_power_of_2
 from loraplex.kernels.triton.lora_large import expand_large_kernel, reduce_kernel, shrink_large_kernel
-from loraplex.kernels.triton.lora_small import expand_small_kernel, fused_small_kernel, shrink_small_kernel
+from loraplex.kernels.triton.lora_small import expand_small_kernel, shrink_small_kernel
 from loraplex.kernels.triton.workspace import Workspace
 
 TRITON_DTYPES: dict[torch.dtype, tl.dtype] = {
@@ -42,18 +46,18 @@ TRITON_DTYPES: dict[torch.dtype, tl.dtype] = {
 
 LEAST_RANK_CAPACITY = 16
 
-SHRINK_ELEMENTS = 8192
-"""Of A in one block of a shrink item, in 16 bits: 16 KB in flight per program."""
+SPLIT_K, SHRINK_K, SHRINK_STAGES = 512, 256, 3
+"""Of a shrink program: columns of A in all, in one step of its pipeline, and steps on their way."""
 
-EXPAND_ELEMENTS = 4096
-"""Of B in flight in one expand item: one block, or two where adapters may have more ranks than a block."""
+EXPAND_N, EXPAND_WARPS = 256, 4
+"""Columns of y in one expand program, with 16 ranks of B: 8 KB."""
+
+EXPANDS_PER_SM = 4
+"""Expand programs that a multiprocessor has room for at once, for its registers."""
 
 SMALL_BLOCK_R = 16
-"""Ranks in one block of an item. More would leave most of it empty for adapters of small ranks in a table that has a
+"""Ranks in one block of a program. More would leave most of it empty for adapters of small ranks in a table that has a
 large one too."""
-
-FUSED_ITEMS_PER_SM = 8
-"""Items of a fused launch per multiprocessor up to which it is chosen: about what runs at once. Not measured."""
 
 LARGE_STAGE_BYTES = 98_304
 """Shared memory for the stages of a large product: two programs on a multiprocessor of an H100, one on small GPUs."""
@@ -63,53 +67,7 @@ REDUCE_BLOCK = 1024
 
 def rank_capacity(table: SlotTable) -> int:
     """Ranks that launches over this table are made for: a power of two, never less than any rank the table has held."""
-    capacity: int = max(LEAST_RANK_CAPACITY, triton.next_power_of_2(table.max_rank))
-    return capacity
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """One add_lora, ready for its launches."""
-
-    launcher: Launcher
-    workspace: Workspace
-    y: torch.Tensor
-    x: torch.Tensor
-    plan: LoraPlan
-    table: SlotTable
-    first_row: int
-    slices: tuple[LoraSlice, ...]
-    block_dtype: torch.dtype
-
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        self.launcher.launch(kernel, grid, *args, **constants)
-
-    @property
-    def capacity(self) -> int:
-        return rank_capacity(self.table)
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """Constants of every kernel."""
-        return {
-            "BLOCK": TRITON_DTYPES[self.block_dtype],
-            "NUM_SLICES": len(self.slices),
-            "RANK_CAPACITY": self.capacity,
-        }
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """Constants of the kernels that write y."""
-        bias = torch.float32 if self.block_dtype == torch.int8 else self.block_dtype
-        return {
-            "OFFSETS": tuple(s.out_offset for s in self.slices),
-            "WIDTHS": tuple(s.out_features for s in self.slices),
-            "BIAS": TRITON_DTYPES[bias],
-            "HAS_GAINS": self.table.has_gains,
-        }
-
-    def num_chunks(self, block_n: int) -> int:
-        return sum(triton.cdiv(s.out_features, block_n) for s in self.slices)
+    return max(LEAST_RANK_CAPACITY, next_power_of_2(table.max_rank))
 
 
 def num_small_tiles(plan: LoraPlan) -> int:
@@ -119,93 +77,24 @@ def num_small_tiles(plan: LoraPlan) -> int:
     return max(found, min(plan.num_tokens, plan.small_tiles.shape[1])) if plan.is_decode else found
 
 
-def add_lora(
-    launcher: Launcher,
-    workspace: Workspace,
-    y: torch.Tensor,
-    x: torch.Tensor,
-    plan: LoraPlan,
-    table: SlotTable,
-    first_row: int,
-    slices: tuple[LoraSlice, ...],
-    *,
-    is_fused: bool | None = None,
-) -> None:
-    """As KernelBackend.add_lora. Rows of x and y are dense; the blocks of `table` have one dtype.
-
-    is_fused: whether small tiles take one launch; None: as the shapes say.
-    """
-    check_rows(y, x, plan)
-    if not table.block_dtypes:
-        return  # no adapter was ever there
-    (block_dtype,) = table.block_dtypes
-    linear = _Linear(launcher, workspace, y, x, plan, table, first_row, slices, block_dtype)
-    tiles = plan.cut_tiles()
-    num_small = num_small_tiles(plan)
-    if num_small:
-        _add_small(linear, num_small, is_fused)
-    if tiles.large.shape[1]:
-        _add_large(linear, tiles)
-
-
-# --------------------------------------------------------------------------------------------------------- small tiles
-
-
 @dataclass(frozen=True, slots=True)
 class SmallBlocks:
-    """Sizes of the blocks of small tiles. They do not depend on the batch: nor does, then, what a row gets."""
+    """Sizes of the blocks of small tiles. They do not depend on the batch: nor does, then, what a row gets.
 
+    split_k: columns of x in one shrink program, block_k of them in one step.
+    """
+
+    split_k: int
     block_k: int
     splits: int
     block_n: int
 
     @classmethod
-    def of(cls, in_features: int, block_dtype: torch.dtype, capacity: int) -> SmallBlocks:
-        width = 2 if block_dtype == torch.float32 else 1
-        block_k = min(SHRINK_ELEMENTS // SMALL_BLOCK_R // width, max(64, triton.next_power_of_2(in_features)))
-        num_blocks = 1 if capacity <= SMALL_BLOCK_R else 2
-        block_n = EXPAND_ELEMENTS // SMALL_BLOCK_R // width // num_blocks
-        return cls(block_k, triton.cdiv(in_features, block_k), block_n)
-
-
-def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
-    in_features, num_slices = linear.x.shape[1], len(linear.slices)
-    blocks = SmallBlocks.of(in_features, linear.block_dtype, linear.capacity)
-    num_chunks = linear.num_chunks(blocks.block_n)
-    items = num_tiles * (num_slices * blocks.splits + num_chunks)
-    device = linear.x.device
-    partial = linear.workspace.take(
-        "partial", num_tiles * SMALL_ROWS * num_slices * blocks.splits * linear.capacity, torch.float32, device
-    )
-    if is_fused is None:
-        is_fused = items <= FUSED_ITEMS_PER_SM * linear.launcher.target.num_sms
-    y, x, table = linear.y, linear.x, linear.table
-    tiles, room = linear.plan.small_tiles, linear.plan.small_tiles.shape[1]
-    at = linear.first_row, table.num_rows
-    shrink = {"IN": in_features, "SPLITS": blocks.splits, "BLOCK_K": blocks.block_k}
-    expand = {"PADDED_SPLITS": triton.next_power_of_2(blocks.splits), "BLOCK_N": blocks.block_n}
-    addends = table.b_addr, table.bias_addr, table.gain_addr, table.rank, table.scale
-    if is_fused:
-        counters = linear.workspace.take("counters", 1 + num_tiles * num_slices, torch.int32, device)
-        linear.launch(
-            fused_small_kernel, (items,),
-            y, y.stride(0), x, x.stride(0), partial, tiles, room, table.a_addr, *addends, *at, counters, num_tiles,
-            **linear.shape, **linear.columns, **shrink, **expand, NUM_CHUNKS=num_chunks, BLOCK_R=SMALL_BLOCK_R,
-        )  # fmt: skip
-        return
-    linear.launch(
-        shrink_small_kernel, (num_slices * blocks.splits, num_tiles),
-        x, x.stride(0), partial, tiles, room, table.a_addr, table.rank, *at,
-        **linear.shape, **shrink, BLOCK_R=SMALL_BLOCK_R,
-    )  # fmt: skip
-    linear.launch(
-        expand_small_kernel, (num_chunks, num_tiles),
-        y, y.stride(0), partial, tiles, room, *addends, *at,
-        **linear.shape, **linear.columns, **expand, SPLITS=blocks.splits, BLOCK_R=SMALL_BLOCK_R,
-    )  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------------------- large tiles
+    def of(cls, in_features: int, dot: torch.dtype) -> SmallBlocks:
+        is_wide = dot == torch.float32
+        split_k = min(SPLIT_K, max(64, next_power_of_2(in_features)))
+        block_k = 32 if is_wide else min(SHRINK_K, split_k)
+        return cls(split_k, block_k, cdiv(in_features, split_k), EXPAND_N // 2 if is_wide else EXPAND_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +114,9 @@ class LargeBlocks:
     split_k: int
     num_stages: int
 
-    @classmethod
+    @staticmethod
+    @lru_cache(maxsize=1024)
     def of(
-        cls,
         dot: torch.dtype,
         block_m: int,
         in_features: int,
@@ -238,55 +127,215 @@ class LargeBlocks:
     ) -> LargeBlocks:
         """num_lanes: the most ranks that an adapter has in all slices."""
         is_wide = dot == torch.float32
-        block_j = min(triton.next_power_of_2(num_lanes), 64 if is_wide else 128)
-        block_k = min(32 if is_wide else 64, max(16, triton.next_power_of_2(in_features)))
-        programs = num_tiles * triton.cdiv(num_lanes, block_j)
-        steps = triton.cdiv(in_features, block_k)
+        block_j = min(next_power_of_2(num_lanes), 64 if is_wide else 128)
+        block_k = min(32 if is_wide else 64, max(16, next_power_of_2(in_features)))
+        programs = num_tiles * cdiv(num_lanes, block_j)
+        steps = cdiv(in_features, block_k)
         splits = max(1, min(num_sms // programs, steps // 4, 8))
-        split_k = triton.cdiv(steps, splits) * block_k
-        return cls(
+        split_k = cdiv(steps, splits) * block_k
+        return LargeBlocks(
             dot=dot,
             block_j=block_j,
             block_k=block_k,
             block_n=64,
             block_r=min(capacity, 32 if is_wide else 64),
-            splits=triton.cdiv(in_features, split_k),
+            splits=cdiv(in_features, split_k),
             split_k=split_k,
             num_stages=min(4, LARGE_STAGE_BYTES // ((block_m + block_j) * block_k * dot.itemsize)),
         )
 
 
-def _dot_dtype(x: torch.dtype, block: torch.dtype) -> torch.dtype:
-    """Eight bits are exact in every dtype of x."""
-    return x if block == torch.int8 else torch.promote_types(x, block)
+@dataclass(frozen=True)
+class _Linear:
+    """A linear's adapters in a table, as long as its kernels are made for no more ranks, dtypes and gains."""
+
+    table: SlotTable
+    first_row: int
+    slices: tuple[LoraSlice, ...]
+    in_features: int
+    dtype: torch.dtype
+    block_dtype: torch.dtype
+    capacity: int
+    has_gains: bool
+
+    def is_still(self, table: SlotTable, slices: tuple[LoraSlice, ...], dtype: torch.dtype) -> bool:
+        return (
+            self.table is table
+            and self.slices is slices
+            and self.dtype == dtype
+            and self.capacity >= table.max_rank
+            and self.has_gains == table.has_gains
+            and table.block_dtypes == {self.block_dtype}
+        )
+
+    @cached_property
+    def dot(self) -> torch.dtype:
+        """Of products. Eight bits are exact in every dtype of x."""
+        return self.dtype if self.block_dtype == torch.int8 else torch.promote_types(self.dtype, self.block_dtype)
+
+    @cached_property
+    def small(self) -> SmallBlocks:
+        return SmallBlocks.of(self.in_features, self.dot)
+
+    @cached_property
+    def shape(self) -> dict[str, Any]:
+        """Constants of every kernel."""
+        return {
+            "BLOCK": TRITON_DTYPES[self.block_dtype],
+            "NUM_SLICES": len(self.slices),
+            "RANK_CAPACITY": self.capacity,
+        }
+
+    @cached_property
+    def columns(self) -> dict[str, Any]:
+        """Constants of the kernels that write y."""
+        bias = torch.float32 if self.block_dtype == torch.int8 else self.block_dtype
+        return {
+            "OFFSETS": tuple(s.out_offset for s in self.slices),
+            "WIDTHS": tuple(s.out_features for s in self.slices),
+            "BIAS": TRITON_DTYPES[bias],
+            "HAS_GAINS": self.has_gains,
+        }
+
+    @cached_property
+    def shrink_small(self) -> dict[str, Any]:
+        blocks = self.small
+        return {
+            **self.shape, "IN": self.in_features, "DOT": TRITON_DTYPES[self.dot], "SPLITS": blocks.splits,
+            "SPLIT_K": blocks.split_k, "BLOCK_M": SMALL_ROWS, "BLOCK_K": blocks.block_k, "BLOCK_R": SMALL_BLOCK_R,
+            "num_stages": SHRINK_STAGES,
+        }  # fmt: skip
+
+    @cached_property
+    def expand_small(self) -> dict[str, Any]:
+        return {
+            **self.shape, **self.columns, "SPLITS": self.small.splits, "BLOCK_M": SMALL_ROWS,
+            "BLOCK_N": self.small.block_n, "BLOCK_R": SMALL_BLOCK_R, "PRECISION": self._precision,
+            "num_warps": EXPAND_WARPS, "num_stages": 1,
+        }  # fmt: skip
+
+    @property
+    def _precision(self) -> str:
+        """How lora_small.py multiplies what a shrink gave with B."""
+        if self.block_dtype == torch.float32:
+            return "ieee"
+        return "bf16x2" if self.dtype == torch.bfloat16 and self.block_dtype != torch.float16 else "tf32x3"
+
+    @cached_property
+    def num_small_chunks(self) -> int:
+        return self.num_chunks(self.small.block_n)
+
+    def num_chunks(self, block_n: int) -> int:
+        return sum(cdiv(s.out_features, block_n) for s in self.slices)
 
 
-def _add_large(linear: _Linear, found: Tiles) -> None:
-    num_tiles, block_m = found.large.shape[1], found.large_rows
-    num_slices, capacity = len(linear.slices), linear.capacity
-    dot = _dot_dtype(linear.x.dtype, linear.block_dtype)
-    num_lanes = num_slices * capacity
-    num_sms = linear.launcher.target.num_sms
-    blocks = LargeBlocks.of(dot, block_m, linear.x.shape[1], num_lanes, capacity, num_tiles, num_sms)
-    y, x, table, device = linear.y, linear.x, linear.table, linear.x.device
-    count = num_tiles * block_m * num_lanes
-    s = linear.workspace.take("shrunk", count, dot, device)
-    partial = s if blocks.splits == 1 else linear.workspace.take("splits", blocks.splits * count, torch.float32, device)
-    tiles, room = linear.plan.large_tiles, linear.plan.large_tiles.shape[1]
-    at = linear.first_row, table.num_rows
-    shape = {**linear.shape, "BLOCK_M": block_m, "DOT": TRITON_DTYPES[dot], "num_warps": 8 if block_m > 64 else 4}
-    linear.launch(
-        shrink_large_kernel, (triton.cdiv(num_lanes, blocks.block_j), blocks.splits, num_tiles),
-        x, x.stride(0), partial, count, tiles, room, table.a_addr, table.rank, table.scale, *at, blocks.split_k,
-        **shape, IN=x.shape[1], BLOCK_J=blocks.block_j, BLOCK_K=blocks.block_k, num_stages=blocks.num_stages,
-    )  # fmt: skip
-    if blocks.splits > 1:
-        linear.launch(
-            reduce_kernel, (triton.cdiv(count, REDUCE_BLOCK),), partial, s, count, blocks.splits,
-            BLOCK=REDUCE_BLOCK,
+class LoraKernels:
+    """`add_lora` of one backend. workspace: what is between the launches."""
+
+    def __init__(self, launcher: Launcher, workspace: Workspace) -> None:
+        self._launcher, self._workspace = launcher, workspace
+        self._linears: dict[tuple[int, torch.dtype], _Linear] = {}
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+        *,
+        is_shrunk: bool = False,
+    ) -> None:
+        """As KernelBackend.add_lora. Rows of x and y are dense; the blocks of `table` have one dtype.
+
+        is_shrunk: `shrink_small` ran on the same arguments.
+        """
+        check_rows(y, x, plan)
+        if not table.block_dtypes:
+            return  # no adapter was ever there
+        linear = self._linear(x, table, first_row, slices)
+        tiles, num_small = plan.cut_tiles(), num_small_tiles(plan)
+        if num_small:
+            if not is_shrunk:
+                self._shrink_small(linear, x, plan, num_small)
+            self._expand_small(linear, y, plan, num_small)
+        if tiles.large.shape[1]:
+            self._add_large(linear, y, x, plan, tiles)
+
+    def shrink_small(
+        self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
+    ) -> None:
+        """The first half of a decode step's `add_lora`, which needs no y."""
+        num_small = num_small_tiles(plan)
+        if table.block_dtypes and num_small:
+            self._shrink_small(self._linear(x, table, first_row, slices), x, plan, num_small)
+
+    def _linear(
+        self, x: torch.Tensor, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
+    ) -> _Linear:
+        key = first_row, x.dtype
+        known = self._linears.get(key)
+        if known is None or not known.is_still(table, slices, x.dtype):
+            (block_dtype,) = table.block_dtypes
+            at = table, first_row, slices
+            known = _Linear(*at, x.shape[1], x.dtype, block_dtype, rank_capacity(table), table.has_gains)
+            self._linears[key] = known
+        return known
+
+    # ----------------------------------------------------------------------------------------------------- small tiles
+
+    def _partial(self, linear: _Linear, num_tiles: int, device: torch.device) -> torch.Tensor:
+        """What the shrink writes and the expand reads: float32 [tiles, SMALL_ROWS, slices, splits, RANK_CAPACITY]."""
+        count = num_tiles * SMALL_ROWS * len(linear.slices) * linear.small.splits * linear.capacity
+        return self._workspace.take("partial", count, torch.float32, device)
+
+    def _shrink_small(self, linear: _Linear, x: torch.Tensor, plan: LoraPlan, num_tiles: int) -> None:
+        table, tiles = linear.table, plan.small_tiles
+        self._launcher.launch(
+            shrink_small_kernel, (len(linear.slices) * linear.small.splits, num_tiles),
+            x, x.stride(0), self._partial(linear, num_tiles, x.device), tiles, tiles.shape[1], table.a_addr, table.rank,
+            linear.first_row, table.num_rows, **linear.shrink_small,
         )  # fmt: skip
-    linear.launch(
-        expand_large_kernel, (linear.num_chunks(blocks.block_n), num_tiles),
-        y, y.stride(0), s, tiles, room, table.b_addr, table.bias_addr, table.gain_addr, table.rank, *at,
-        **shape, **linear.columns, BLOCK_N=blocks.block_n, BLOCK_R=blocks.block_r,
-    )  # fmt: skip
+
+    def _expand_small(self, linear: _Linear, y: torch.Tensor, plan: LoraPlan, num_tiles: int) -> None:
+        """Each program has as many tiles as keep all programs on the GPU at once: the adapters of one are read while
+        those of another are multiplied."""
+        table, tiles, num_chunks = linear.table, plan.small_tiles, linear.num_small_chunks
+        tiles_each = cdiv(num_chunks * num_tiles, EXPANDS_PER_SM * self._launcher.target.num_sms)
+        self._launcher.launch(
+            expand_small_kernel, (num_chunks, cdiv(num_tiles, tiles_each)),
+            y, y.stride(0), self._partial(linear, num_tiles, y.device), tiles, tiles.shape[1], num_tiles, tiles_each,
+            table.b_addr, table.bias_addr, table.gain_addr, table.rank, table.scale, linear.first_row, table.num_rows,
+            **linear.expand_small,
+        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------------------------------- large tiles
+
+    def _add_large(self, linear: _Linear, y: torch.Tensor, x: torch.Tensor, plan: LoraPlan, found: Tiles) -> None:
+        num_tiles, block_m = found.large.shape[1], found.large_rows
+        dot, capacity, table, device = linear.dot, linear.capacity, linear.table, x.device
+        num_lanes = len(linear.slices) * capacity
+        num_sms = self._launcher.target.num_sms
+        blocks = LargeBlocks.of(dot, block_m, x.shape[1], num_lanes, capacity, num_tiles, num_sms)
+        count = num_tiles * block_m * num_lanes
+        s = self._workspace.take("shrunk", count, dot, device)
+        is_split = blocks.splits > 1
+        partial = self._workspace.take("splits", blocks.splits * count, torch.float32, device) if is_split else s
+        tiles, room = plan.large_tiles, plan.large_tiles.shape[1]
+        at = linear.first_row, table.num_rows
+        shape = {**linear.shape, "BLOCK_M": block_m, "DOT": TRITON_DTYPES[dot], "num_warps": 8 if block_m > 64 else 4}
+        self._launcher.launch(
+            shrink_large_kernel, (cdiv(num_lanes, blocks.block_j), blocks.splits, num_tiles),
+            x, x.stride(0), partial, count, tiles, room, table.a_addr, table.rank, table.scale, *at, blocks.split_k,
+            **shape, IN=x.shape[1], BLOCK_J=blocks.block_j, BLOCK_K=blocks.block_k, num_stages=blocks.num_stages,
+        )  # fmt: skip
+        if is_split:
+            self._launcher.launch(
+                reduce_kernel, (cdiv(count, REDUCE_BLOCK),), partial, s, count, blocks.splits, BLOCK=REDUCE_BLOCK
+            )
+        self._launcher.launch(
+            expand_large_kernel, (linear.num_chunks(blocks.block_n), num_tiles),
+            y, y.stride(0), s, tiles, room, table.b_addr, table.bias_addr, table.gain_addr, table.rank, *at,
+            **shape, **linear.columns, BLOCK_N=blocks.block_n, BLOCK_R=blocks.block_r,
+        )  # fmt: skip

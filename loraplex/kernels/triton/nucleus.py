@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.kernels.triton.launch import Launcher
+from loraplex.kernels.triton.launch import Launcher, next_power_of_2
 
 TILE = 8192
 """Numbers that one program reads at once."""
@@ -94,7 +94,7 @@ def keep_nucleus(launcher: Launcher, logits: torch.Tensor, weights: torch.Tensor
     In place. Where `wanted` is 0 the row stays as it is.
     """
     size = logits.shape[1]
-    columns = min(TILE, triton.next_power_of_2(size))
+    columns = min(TILE, next_power_of_2(size))
     warps = 16 if columns > 4096 else 4
     launcher.launch(
         keep_nucleus_kernel,

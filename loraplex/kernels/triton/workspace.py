@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
+
+from loraplex.kernels.triton.launch import next_power_of_2
 
 
 class Workspace:
@@ -29,7 +30,7 @@ class Workspace:
             )
             if found is not None:
                 self._outgrown.append(found)
-            found = torch.zeros(triton.next_power_of_2(count), dtype=dtype, device=device)
+            found = torch.zeros(next_power_of_2(count), dtype=dtype, device=device)
             self.buffers[name, dtype] = found
         return found
 

@@ -99,11 +99,9 @@ def core_lora_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
     yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
     yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
-    for is_fused in (True, False):
-        yield lora_case(LLAMA_8B, "o", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=is_fused)
+    yield lora_case(LLAMA_8B, "o", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8)
     yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
-    for is_fused in (True, False):
-        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, has_gains=True, is_lora_fused=is_fused)
+    yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, has_gains=True)
     yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16], has_gains=True)
     yield input_gain_case(LLAMA_8B, "down", dtype, ROWS_32)
     yield input_gain_case(LLAMA_8B, "down", dtype, [0] * 1000 + [1] * 1048)
@@ -113,8 +111,8 @@ def more_lora_cases() -> Iterator[Case]:
     for dtype in DTYPES:
         yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
         yield lora_case(LLAMA_8B, "down", dtype, [0] * 16, [128])
-        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, is_lora_fused=False)
-        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
+        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32)
+        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8)
         yield lora_case(QWEN, "qkv", dtype, list(range(8)), [8] * 8)
         yield lora_case(QWEN, "down", dtype, [0] * 512, [8])
         yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16, has_gains=True)

@@ -21,7 +21,6 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 MAX_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_VARIANTS = {
-    "fused_small_kernel": 1,
     "shrink_small_kernel": 1,
     "expand_small_kernel": 1,
     "shrink_large_kernel": 3,  # rows of a tile; K split or not
@@ -74,7 +73,6 @@ DTYPES = {
     "lora_large.reduce_kernel": (("s",), EACH_FLOAT),
     "lora_large.shrink_large_kernel": (("x", "BLOCK"), BLOCKS),
     "lora_small.expand_small_kernel": (("y", "BLOCK"), BLOCKS),
-    "lora_small.fused_small_kernel": (("y", "BLOCK"), BLOCKS),
     "lora_small.shrink_small_kernel": (("x", "BLOCK"), BLOCKS),
     "nucleus.keep_nucleus_kernel": (("x_ptr",), {("fp32",)}),
 }

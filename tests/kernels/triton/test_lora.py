@@ -1,5 +1,5 @@
-"""add_lora in Triton's interpreter against a float64 loop: small and large tiles, one launch and two, uneven ranks,
-int8, poison around."""
+"""add_lora in Triton's interpreter against a float64 loop: small and large tiles, uneven ranks, int8, poison
+around."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "dtypes": [(FP32, FP32), (FP16, FP16), (FP32, FP16), (FP16, FP32), (FP32, INT8), (FP16, INT8)],
     "shape": [(64, (64,)), (37, (51,)), (100, (96, 24, 24)), (57, (100, 67)), (600, (40,))],
     "parts": ["equal", "uneven", "missing", "bias", "only_bias", "gain", "only_gain"],
-    "path": ["fused", "two_launches", "prefill"],
+    "path": ["decode", "prefill"],
 }
 """dtypes: of the model, of the blocks. path: of a decode step, or of one in which long segments are large tiles.
 gain: every other adapter has gains, and all have biases; only_gain: every other slice has nothing but a gain."""
@@ -69,9 +69,8 @@ FULL = {
 }
 
 
-def backend_of(dtype: torch.dtype | None = None, path: str = "prefill") -> TritonBackend:
-    is_fused = {"fused": True, "two_launches": False, "prefill": None}[path]
-    return TritonBackend(CPU, block_dtype=dtype, is_lora_fused=is_fused)
+def backend_of(dtype: torch.dtype | None = None) -> TritonBackend:
+    return TritonBackend(CPU, block_dtype=dtype)
 
 
 def ranks_of(parts: str, rank: int, num_slices: int, adapter: int) -> list[int | None]:
@@ -106,21 +105,18 @@ def _width(s: SliceWeights | None) -> int:
 
 
 class PoisonedWorkspace(Workspace):
-    """New memory is full of NaN, except for counters."""
+    """New memory is full of NaN."""
 
     def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         is_known = (name, dtype) in self.buffers
         found = super().take(name, count, dtype, device)
-        return found if is_known or name == "counters" else found.fill_(float("nan"))
+        return found if is_known else found.fill_(float("nan"))
 
 
 def run_poisoned(problem: Problem, backend: TritonBackend, table: SlotTable) -> torch.Tensor:
-    """`run` in a workspace full of NaN; counters are 0 afterwards."""
-    backend.lora_workspace = PoisonedWorkspace("LoRA")
-    got = run(problem, backend, table)
-    counters = backend.lora_workspace.buffers.get(("counters", torch.int32))
-    assert counters is None or not counters.any()
-    return got
+    """`run` in a workspace full of NaN."""
+    backend.lora_workspace.__class__ = PoisonedWorkspace
+    return run(problem, backend, table)
 
 
 def check(
@@ -144,7 +140,7 @@ def check(
         for i in range(num_adapters)
     ]
     segments = segments_of(draw_slots(popularity, batch, num_adapters, rng))
-    backend = backend_of(block_dtype, path)
+    backend = backend_of(block_dtype)
     problem = make_problem(target, adapters, segments, batch, compute_dtype, generator)
     problem.plan.rewrite(segments, batch, is_decode=path != "prefill")
     packed = as_packed(backend, adapters, compute_dtype)
@@ -194,8 +190,8 @@ LONG_OVERLAPS = [LoraSegment(0, 70, 1), LoraSegment(20, 150, 0, 0.25), LoraSegme
 @pytest.mark.parametrize("dtypes", [(FP32, None), (FP16, None), (FP32, INT8)], ids=str)
 @pytest.mark.parametrize(
     ("path", "segments"),
-    [("fused", OVERLAPS), ("two_launches", OVERLAPS), ("prefill", LONG_OVERLAPS)],
-    ids=["fused", "two_launches", "prefill"],
+    [("decode", OVERLAPS), ("prefill", LONG_OVERLAPS)],
+    ids=["decode", "prefill"],
 )
 @pytest.mark.parametrize("gained", [(), (0, 2), (1,)], ids=str)
 def test_rows_in_several_segments_are_a_weighted_mix(
@@ -209,7 +205,7 @@ def test_rows_in_several_segments_are_a_weighted_mix(
         make_weights(target, ranks, FP32, True, generator, i in gained)
         for i, ranks in enumerate(((4, 6), (5, None), (16, 3)))
     ]
-    backend = backend_of(block_dtype, path)
+    backend = backend_of(block_dtype)
     problem = make_problem(target, adapters, segments, 160, compute_dtype, generator)
     problem.plan.rewrite(segments, 160, is_decode=path != "prefill")
     packed = as_packed(backend, adapters, compute_dtype)
@@ -220,8 +216,8 @@ def test_rows_in_several_segments_are_a_weighted_mix(
 
 @pytest.mark.parametrize(
     ("path", "segments"),
-    [("fused", OVERLAPS), ("two_launches", OVERLAPS), ("prefill", LONG_OVERLAPS)],
-    ids=["fused", "two_launches", "prefill"],
+    [("decode", OVERLAPS), ("prefill", LONG_OVERLAPS)],
+    ids=["decode", "prefill"],
 )
 def test_gains_of_others_change_no_bits(path: str, segments: list[LoraSegment]) -> None:
     """The kernels that know of gains give the bits of those that do not, in chains of several blocks of ranks too."""
@@ -230,22 +226,21 @@ def test_gains_of_others_change_no_bits(path: str, segments: list[LoraSegment]) 
     adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in ((40, 6), (35, None), (20, 3))]
     problem = make_problem(target, adapters, segments, 160, FP32, generator)
     problem.plan.rewrite(segments, 160, is_decode=path != "prefill")
-    backend = backend_of(None, path)
+    backend = backend_of()
     table = make_table(target, adapters, FP32, backend)
     before = run(problem, backend, table)
     table.expect(0, (), has_gains=True)
     assert same_bits(run(problem, backend, table), before)
 
 
-@pytest.mark.parametrize("path", ["fused", "two_launches"])
-def test_a_row_of_a_decode_step_does_not_depend_on_the_others(path: str) -> None:
+def test_a_row_of_a_decode_step_does_not_depend_on_the_others() -> None:
     generator = torch.Generator().manual_seed(2)
     target = make_target(600, (40, 24))
     adapters = [make_weights(target, (12, 5), FP32, True, generator, has_gain) for has_gain in (True, False, True)]
     slots = [-1, 0, 0, 0, 0, 0, 1, 2, 2]
     problem = make_problem(target, adapters, segments_of(slots), len(slots), FP32, generator)
     problem.plan.rewrite(problem.plan.segments, len(slots), is_decode=True)
-    backend = backend_of(None, path)
+    backend = backend_of()
     table = make_table(target, adapters, FP32, backend)
     together = run(problem, backend, table)
     for t in range(1, len(slots)):
@@ -255,26 +250,13 @@ def test_a_row_of_a_decode_step_does_not_depend_on_the_others(path: str) -> None
         assert same_bits(run(alone, backend, table), together[t : t + 1])
 
 
-def test_one_launch_and_two_give_equal_bits() -> None:
-    generator = torch.Generator().manual_seed(3)
-    target = make_target(600, (40, 24))
-    adapters = [make_weights(target, ranks, FP32, False, generator) for ranks in ((12, 5), (None, 16))]
-    problem = make_problem(target, adapters, segments_of([0, 0, 1, 1, 1, 1, 1]), 7, FP32, generator)
-    results = []
-    for path in ("fused", "two_launches"):
-        backend = backend_of(None, path)
-        results.append(run(problem, backend, make_table(target, adapters, FP32, backend)))
-    assert same_bits(*results)
-
-
-@pytest.mark.parametrize("path", ["fused", "two_launches"])
-def test_an_adapter_of_a_larger_rank_changes_no_bits_of_the_others(path: str) -> None:
+def test_an_adapter_of_a_larger_rank_changes_no_bits_of_the_others() -> None:
     generator = torch.Generator().manual_seed(4)
     target = make_target(600, (300, 24))
     adapters = [make_weights(target, ranks, FP32, False, generator) for ranks in ((12, 5), (16, 8))]
     problem = make_problem(target, adapters, segments_of([0, 0, 1]), 3, FP32, generator)
     problem.plan.rewrite(problem.plan.segments, 3, is_decode=True)
-    backend = backend_of(None, path)
+    backend = backend_of()
     table = make_table(target, adapters, FP32, backend)
     before = run(problem, backend, table)
     table.expect(100, ())
@@ -287,7 +269,7 @@ def test_a_slot_that_changes_hands_shows_nothing_of_its_victim() -> None:
     target = make_target(32, (48, 16))
     big = make_weights(target, (16, 16), FP32, True, generator)
     small = make_weights(target, (None, 2), FP32, False, generator)
-    backend = backend_of(None, "fused")
+    backend = backend_of()
     table = make_table(target, [big], FP32, backend)
     problem = make_problem(target, [small], [LoraSegment(0, 4, 0)], 4, FP32, generator)
     run(problem, backend, table)
@@ -324,8 +306,7 @@ STEPS = [[0, 0, 1, 2, 2, 2], [-1, -1, -1, 3, -1, -1], [0, 1, 2, 3, -1, -1], [3, 
 
 
 @pytest.mark.parametrize("has_gains", [False, True])
-@pytest.mark.parametrize("path", ["fused", "two_launches"])
-def test_a_capture_serves_other_steps_of_its_padded_size(path: str, has_gains: bool) -> None:
+def test_a_capture_serves_other_steps_of_its_padded_size(has_gains: bool) -> None:
     """Captured with two segments; replayed over rewritten plans with fewer and more, other ranks, and none."""
     generator = torch.Generator().manual_seed(5)
     target = make_target(600, (40, 24))
@@ -334,8 +315,8 @@ def test_a_capture_serves_other_steps_of_its_padded_size(path: str, has_gains: b
         make_weights(target, ranks, FP32, True, generator, has_gains and i % 2 == 1)
         for i, ranks in enumerate(all_ranks)
     ]
-    eager, recorder = backend_of(None, path), Recorder()
-    captured = TritonBackend(CPU, recorder, is_lora_fused=path == "fused")
+    eager, recorder = backend_of(), Recorder()
+    captured = TritonBackend(CPU, recorder)
     table = make_table(target, adapters, FP32, eager)
     x, y = torch.empty(6, 600), torch.empty(6, 64)
     plan = LoraPlan.build(segments_of([0, 0, 0, 0, 1, 1]), 6, 6, is_decode=True)
@@ -350,7 +331,7 @@ def test_a_capture_serves_other_steps_of_its_padded_size(path: str, has_gains: b
         problem.plan.rewrite(problem.plan.segments, 6, is_decode=True)
         assert same_bits(y, run(problem, eager, table) if problem.plan.segments else problem.y)
     launches = {kernel.__name__: grid for kernel, grid, _, _ in recorder.calls}
-    assert len(launches) == (1 if path == "fused" else 2)
+    assert len(launches) == 2
 
 
 def test_a_capture_of_input_gains_serves_other_steps_of_its_padded_size() -> None:
@@ -386,20 +367,6 @@ def test_rank_capacity_says_for_which_steps_a_capture_is_good() -> None:
     assert (backend.rank_capacity(table), table.largest_rank([0, 1]), table.largest_rank([0, 2])) == (32, 16, 20)
     table.clear_slot(2)
     assert backend.rank_capacity(table) == 32
-
-
-def test_counters_that_an_aborted_launch_left_are_reset() -> None:
-    """Tickets that no program has, and splits that are written before they are."""
-    generator = torch.Generator().manual_seed(4)
-    target = make_target(600, (40, 24))
-    adapters = [make_weights(target, (12, 5), FP32, False, generator)]
-    problem = make_problem(target, adapters, segments_of([0, 0]), 2, FP32, generator)
-    backend = backend_of(None, "fused")
-    table = make_table(target, adapters, FP32, backend)
-    first = run(problem, backend, table)
-    backend.lora_workspace.buffers["counters", torch.int32].fill_(3)
-    backend.reset_workspace()
-    assert same_bits(run(problem, backend, table), first)
 
 
 # ---------------------------------------------------------------------------------------------------------- input gains
