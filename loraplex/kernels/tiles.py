@@ -2,8 +2,7 @@
 
 An interval is a run of rows that are in the same segments. Short ones, and all of a decode step's, become small tiles,
 which are bound by the adapters' bytes; long ones become large tiles, which are bound by arithmetic. Rows in several
-segments give as many tiles in a row: the first of them, their head, has `chain` := how many they are, the others minus
-how many there are from them on.
+segments give as many tiles in a row: the first of them, their head, has `chain` := how many they are, the others 0.
 What writes to y is one piece of work for a head, which goes through the chain in the order of the segments: sums have a
 fixed order, and no two write to the same rows.
 
@@ -116,7 +115,7 @@ def _cut(
     tiles[START] = starts[interval] + part * most_rows
     tiles[ROWS] = np.minimum(lengths[interval] - part * most_rows, most_rows)
     tiles[SLOT] = slots[source]
-    tiles[CHAIN] = np.where(member == 0, chains[interval], member - chains[interval])
+    tiles[CHAIN] = np.where(member == 0, chains[interval], 0)
     tiles[WEIGHT] = weights[source]
     return tiles
 

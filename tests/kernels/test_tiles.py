@@ -45,7 +45,7 @@ def check_tiles(tiles: NDArray[np.int32], most_rows: int) -> list[tuple[int, int
             next_head += chain
             heads.append((start, start + rows))
         else:
-            assert chain == t - next_head
+            assert chain == 0
             assert (start, start + rows) == heads[-1]
         weight = np.array(bits, np.int32).view(np.float32).item()
         found += [(row, slot, weight) for row in range(start, start + rows)]

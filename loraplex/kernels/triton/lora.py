@@ -52,9 +52,6 @@ SPLIT_K, SHRINK_K, SHRINK_STAGES = 512, 256, 3
 EXPAND_N, EXPAND_WARPS = 256, 4
 """Columns of y in one expand program, with 16 ranks of B: 8 KB."""
 
-EXPANDS_PER_SM = 4
-"""Expand programs that a multiprocessor has room for at once, for its registers."""
-
 SMALL_BLOCK_R = 16
 """Ranks in one block of a program. More would leave most of it empty for adapters of small ranks in a table that has a
 large one too."""
@@ -299,13 +296,10 @@ class LoraKernels:
         )  # fmt: skip
 
     def _expand_small(self, linear: _Linear, y: torch.Tensor, plan: LoraPlan, num_tiles: int) -> None:
-        """Each program has as many tiles as keep all programs on the GPU at once: the adapters of one are read while
-        those of another are multiplied."""
-        table, tiles, num_chunks = linear.table, plan.small_tiles, linear.num_small_chunks
-        tiles_each = cdiv(num_chunks * num_tiles, EXPANDS_PER_SM * self._launcher.target.num_sms)
+        table, tiles = linear.table, plan.small_tiles
         self._launcher.launch(
-            expand_small_kernel, (num_chunks, cdiv(num_tiles, tiles_each)),
-            y, y.stride(0), self._partial(linear, num_tiles, y.device), tiles, tiles.shape[1], num_tiles, tiles_each,
+            expand_small_kernel, (linear.num_small_chunks, num_tiles),
+            y, y.stride(0), self._partial(linear, num_tiles, y.device), tiles, tiles.shape[1],
             table.b_addr, table.bias_addr, table.gain_addr, table.rank, table.scale, linear.first_row, table.num_rows,
             **linear.expand_small,
         )  # fmt: skip

@@ -89,51 +89,8 @@ def shrink_small_kernel(
 
 
 @triton.jit
-def _tile(tiles, tile_room, tile, num_tiles):
-    """(slot, chain, start, rows, weight); past the last tile as an unused one."""
-    is_there = tile < num_tiles
-    slot = tl.load(tiles + 2 * tile_room + tile, mask=is_there, other=-1)
-    chain = tl.load(tiles + 3 * tile_room + tile, mask=is_there, other=0)
-    start = tl.load(tiles + tile, mask=is_there, other=0)
-    rows = tl.load(tiles + tile_room + tile, mask=is_there, other=0)
-    weight = tl.load(tiles + 4 * tile_room + tile, mask=is_there, other=0).to(tl.float32, bitcast=True)
-    return slot, chain, start, rows, weight
-
-
-@triton.jit
-def _entry(slot, b_addr, bias_addr, gain_addr, ranks, scales, num_rows, row, RANK_CAPACITY, HAS_GAINS):
-    """(rank, scale, addresses of B, bias and gain) of a slot's adapter; rank 0 and no addresses without one."""
-    entry = (tl.maximum(slot, 0) * num_rows + row) * WORDS
-    is_there = slot >= 0
-    rank = tl.minimum(tl.load(ranks + 2 * entry, mask=is_there, other=0), RANK_CAPACITY)
-    scale = tl.load(scales + 2 * entry, mask=is_there, other=0)
-    address = tl.load(b_addr + entry, mask=is_there, other=0)
-    bias_address = tl.load(bias_addr + entry, mask=is_there, other=0)
-    gain_address = bias_address
-    if HAS_GAINS:
-        gain_address = tl.load(gain_addr + entry, mask=is_there, other=0)
-    return rank, scale, address, bias_address, gain_address
-
-
-@triton.jit
-def _first_ranks(address, n, in_width, rank, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The first BLOCK_R ranks of a chunk of B, [BLOCK_N, BLOCK_R]."""
-    r = tl.arange(0, BLOCK_R)
-    b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
-    mask = in_width[:, None] & (r < rank)[None, :]
-    # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each element has
-    # an address of its own.
-    if rank % 8 == 0:
-        block = tl.load(b + n[:, None] * (rank // 8 * 8) + r[None, :], mask=mask, other=0)
-    else:
-        block = tl.load(b + n[:, None] * rank + r[None, :], mask=mask, other=0)
-    return block
-
-
-@triton.jit
 def _dot_ranks(
     acc,
-    present,
     partial,
     b,
     n,
@@ -148,11 +105,11 @@ def _dot_ranks(
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc + factor * sum(partial, splits) B^T; b: of one slice, present: its first ranks, partial: the tile's first row
-    in the slice."""
+    """acc + factor * sum(partial, splits) B^T; b: of one slice, partial: the tile's first row in it."""
     r = tl.arange(0, BLOCK_R)
     b_at = b + n[:, None] * rank + r[None, :]
     s_at = partial + ((tl.arange(0, BLOCK_M) * ROW_SIZE)[:, None] + r[None, :])
+    present = tl.load(b_at, mask=in_width[:, None] & (r < rank)[None, :], other=0)
     for r0 in range(0, rank, BLOCK_R):
         following = present
         if RANK_CAPACITY > BLOCK_R:
@@ -175,7 +132,7 @@ def _dot_ranks(
 
 
 @triton.jit(
-    do_not_specialize=["tile_room", "first_row", "num_rows", "num_tiles", "tiles_each"],
+    do_not_specialize=["tile_room", "first_row", "num_rows"],
     do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "gain_addr", "ranks", "scales"],
 )
 def expand_small_kernel(
@@ -184,8 +141,6 @@ def expand_small_kernel(
     partial,
     tiles,
     tile_room,
-    num_tiles,
-    tiles_each,
     b_addr,
     bias_addr,
     gain_addr,
@@ -206,13 +161,12 @@ def expand_small_kernel(
     PRECISION: tl.constexpr,
     HAS_GAINS: tl.constexpr,
 ):
-    """Grid (chunks of BLOCK_N columns of all slices, groups of `tiles_each` tiles).
+    """Grid (chunks of BLOCK_N columns of all slices, tiles); the tiles of a chain are their head's.
 
-    A program goes through its tiles, and on to the end of the last one's chain; a chain's first tiles may be those of
-    the group before. While a tile is multiplied, B of the next one, the entry of the one behind and the tile behind
-    that are on their way.
+    A program is short, and many run at once: one that goes through several tiles, with the next B on its way, was half
+    as fast on an H200 (docs/performance.md).
     """
-    chunk, first_tile = tl.program_id(0), tl.program_id(1) * tiles_each
+    chunk, tile = tl.program_id(0), tl.program_id(1)
     index, first, offset, width = 0, 0, OFFSETS[0], WIDTHS[0]
     begin = 0
     for i in tl.static_range(1, NUM_SLICES):
@@ -220,87 +174,64 @@ def expand_small_kernel(
         is_behind = chunk >= begin
         index, first = tl.where(is_behind, i, index), tl.where(is_behind, begin, first)
         offset, width = tl.where(is_behind, OFFSETS[i], offset), tl.where(is_behind, WIDTHS[i], width)
+    chain = tl.load(tiles + 3 * tile_room + tile)
+    start = tl.load(tiles + tile)
+    rows = tl.load(tiles + tile_room + tile)
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     n = (chunk - first) * BLOCK_N + column
-    in_width = n < width
+    is_row, in_width = m < rows, n < width
     row_size: tl.constexpr = NUM_SLICES * SPLITS * RANK_CAPACITY
-    y_chunk = y + offset + (chunk - first) * BLOCK_N + ((m * y_stride)[:, None] + column[None, :])
-    row = first_row + index
-    s = partial + (first_tile * BLOCK_M).to(tl.int64) * row_size + index * (SPLITS * RANK_CAPACITY)
+    y_tile = y + start.to(tl.int64) * y_stride + offset + (chunk - first) * BLOCK_N
+    y_at = y_tile + ((m * y_stride)[:, None] + column[None, :])
+    mask = is_row[:, None] & in_width[None, :] & (chain > 0)
+    given = tl.load(y_at, mask=mask, other=0)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     kept = tl.full((BLOCK_N,), 1.0, tl.float32)  # of y
-    touched, left, end = 0, 0, tl.minimum(first_tile + tiles_each, num_tiles)
-    end -= tl.minimum(tl.load(tiles + 3 * tile_room + end, mask=end < num_tiles, other=0), 0)  # to the end of a chain
-    slot, chain, start, rows, weight = _tile(tiles, tile_room, first_tile, num_tiles)
-    slot1, chain1, start1, rows1, weight1 = _tile(tiles, tile_room, first_tile + 1, num_tiles)
-    rank, scale, address, bias_address, gain_address = _entry(
-        slot, b_addr, bias_addr, gain_addr, ranks, scales, num_rows, row, RANK_CAPACITY, HAS_GAINS
-    )
-    rank1, scale1, address1, bias_address1, gain_address1 = _entry(
-        slot1, b_addr, bias_addr, gain_addr, ranks, scales, num_rows, row, RANK_CAPACITY, HAS_GAINS
-    )
-    present = _first_ranks(address, n, in_width, rank, BLOCK, BLOCK_R)
-    for tile in range(first_tile, end):
-        is_head = chain > 0
-        left = tl.where(is_head, chain, left)
-        touched = tl.where(is_head, 0, touched)
-        acc = tl.where(is_head, 0.0, acc)
-        kept = tl.where(is_head, 1.0, kept)
-        following = _first_ranks(address1, n, in_width, rank1, BLOCK, BLOCK_R)
-        slot2, chain2, start2, rows2, weight2 = _tile(tiles, tile_room, tile + 2, num_tiles)
-        if left > 0:
-            is_row = m < rows
-            y_at = y_chunk + start.to(tl.int64) * y_stride
-            mask = is_row[:, None] & in_width[None, :]
-            total = acc  # which a member with a gain has of its own
-            if HAS_GAINS:
-                is_gained = gain_address != 0
-                total = tl.where(is_gained, 0.0, acc)
-            if rank > 0:
-                touched = 1
-                b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
-                if RANK_CAPACITY <= BLOCK_R:
-                    total = _dot_ranks(
-                        total, present, s, b, n, is_row, in_width, rank, weight * scale,
-                        SPLITS, row_size, RANK_CAPACITY, BLOCK_M, BLOCK_R, PRECISION,
-                    )  # fmt: skip
-                elif rank % 8 == 0:
-                    total = _dot_ranks(
-                        total, present, s, b, n, is_row, in_width, rank // 8 * 8, weight * scale,
-                        SPLITS, row_size, RANK_CAPACITY, BLOCK_M, BLOCK_R, PRECISION,
-                    )  # fmt: skip
-                else:
-                    total = _dot_ranks(
-                        total, present, s, b, n, is_row, in_width, rank, weight * scale,
-                        SPLITS, row_size, RANK_CAPACITY, BLOCK_M, BLOCK_R, PRECISION,
-                    )  # fmt: skip
-            if HAS_GAINS:
-                gains = tl.multiple_of(gain_address.to(tl.pointer_type(tl.float32)), 16)
-                gain = tl.load(gains + n, mask=in_width & is_gained, other=1)
-                f = tl.where(is_gained, weight * gain + (1 - weight), 1.0)
-                total = tl.where(is_gained, acc * f[None, :] + total * gain[None, :], total)
-                kept *= f
-                touched = tl.where(is_gained, 1, touched)
-            acc = total
-            if bias_address != 0:
-                touched = 1
-                bias = tl.multiple_of(bias_address.to(tl.pointer_type(BIAS)), 16)
-                acc += (weight * tl.load(bias + n, mask=in_width, other=0).to(tl.float32))[None, :]
-            if (left == 1) & (touched != 0):
-                there = tl.load(y_at, mask=mask, other=0).to(tl.float32)
-                if HAS_GAINS:
-                    there *= kept[None, :]
-                tl.store(y_at, (there + acc).to(y.dtype.element_ty), mask=mask)
-            left -= 1
-        rank2, scale2, address2, bias_address2, gain_address2 = _entry(
-            slot2, b_addr, bias_addr, gain_addr, ranks, scales, num_rows, row, RANK_CAPACITY, HAS_GAINS
-        )
-        s += BLOCK_M * row_size
-        present = following
-        slot, chain, start, rows, weight = slot1, chain1, start1, rows1, weight1
-        slot1, chain1, start1, rows1, weight1 = slot2, chain2, start2, rows2, weight2
-        rank, scale, address = rank1, scale1, address1
-        bias_address, gain_address = bias_address1, gain_address1
-        rank1, scale1, address1 = rank2, scale2, address2
-        bias_address1, gain_address1 = bias_address2, gain_address2
+    touched = 0
+    for link in range(chain):
+        member = tile + link
+        slot = tl.load(tiles + 2 * tile_room + member)
+        weight = tl.load(tiles + 4 * tile_room + member).to(tl.float32, bitcast=True)
+        entry = (slot * num_rows + first_row + index) * WORDS
+        rank = tl.minimum(tl.load(ranks + 2 * entry), RANK_CAPACITY)
+        factor = weight * tl.load(scales + 2 * entry)
+        address, bias_address = tl.load(b_addr + entry), tl.load(bias_addr + entry)
+        s = partial + (member * BLOCK_M).to(tl.int64) * row_size + index * (SPLITS * RANK_CAPACITY)
+        total = acc  # which a member with a gain has of its own
+        if HAS_GAINS:
+            gain_address = tl.load(gain_addr + entry)
+            is_gained = gain_address != 0
+            total = tl.where(is_gained, 0.0, acc)
+        if rank > 0:
+            touched = 1
+            b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
+            # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each
+            # element has an address of its own.
+            if rank % 8 == 0:
+                total = _dot_ranks(
+                    total, s, b, n, is_row, in_width, rank // 8 * 8, factor,
+                    SPLITS, row_size, RANK_CAPACITY, BLOCK_M, BLOCK_R, PRECISION,
+                )  # fmt: skip
+            else:
+                total = _dot_ranks(
+                    total, s, b, n, is_row, in_width, rank, factor,
+                    SPLITS, row_size, RANK_CAPACITY, BLOCK_M, BLOCK_R, PRECISION,
+                )  # fmt: skip
+        if HAS_GAINS:
+            gains = tl.multiple_of(gain_address.to(tl.pointer_type(tl.float32)), 16)
+            gain = tl.load(gains + n, mask=in_width & is_gained, other=1)
+            f = tl.where(is_gained, weight * gain + (1 - weight), 1.0)
+            total = tl.where(is_gained, acc * f[None, :] + total * gain[None, :], total)
+            kept *= f
+            touched = tl.where(is_gained, 1, touched)
+        acc = total
+        if bias_address != 0:
+            touched = 1
+            bias = tl.multiple_of(bias_address.to(tl.pointer_type(BIAS)), 16)
+            acc += (weight * tl.load(bias + n, mask=in_width, other=0).to(tl.float32))[None, :]
+    if touched != 0:
+        there = given.to(tl.float32)
+        if HAS_GAINS:
+            there *= kept[None, :]
+        tl.store(y_at, (there + acc).to(y.dtype.element_ty), mask=mask)

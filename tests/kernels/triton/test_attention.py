@@ -148,7 +148,7 @@ def test_decode_is_one_launch_that_reads_nothing_of_the_host() -> None:
     captured = replace(rig.plan, query_lens=(), context_lens_host=(), scratch={})
     assert_close(rig.run(plan=captured, launcher=launcher), rig.expected())
     width = rig.plan.block_tables.shape[1] * 16
-    assert launcher.launched == [("decode_attention_kernel", (2, -(-width // 256), 3))]
+    assert launcher.launched == [("decode_attention_kernel", (2, 3, -(-width // 256)))]
 
 
 def test_padding_rows_get_zeros() -> None:
@@ -201,7 +201,7 @@ def test_many_heads_on_one_kv_head() -> None:
 def test_long_contexts_have_longer_parts_not_more() -> None:
     rig, launcher = Rig([1, 1], [8500, 700], heads=(2, 1)), CountingLauncher()
     assert_close(rig.run(launcher=launcher), rig.expected())
-    assert launcher.launched == [("decode_attention_kernel", (1, 32, 2))]
+    assert launcher.launched == [("decode_attention_kernel", (1, 2, 32))]
 
 
 def test_a_program_takes_several_parts_where_sequences_are_many() -> None:
@@ -209,11 +209,11 @@ def test_a_program_takes_several_parts_where_sequences_are_many() -> None:
     rig, workspace = Rig([1, 1, 1, 1], [1500, 300, 9, 0], heads=(8, 4)), Workspace("attention")
     launcher = CountingLauncher()
     whole = rig.run(launcher=launcher)
-    assert launcher.launched == [("decode_attention_kernel", (4, 6, 4))]
+    assert launcher.launched == [("decode_attention_kernel", (4, 4, 6))]
     for num_sms, programs in ((1, 2), (3, 3), (4, 4)):
         launcher = CountingLauncher(replace(H100, num_sms=num_sms))
         assert same_bits(rig.run(launcher=launcher, workspace=workspace), whole)
-        assert launcher.launched == [("decode_attention_kernel", (4, programs, 4))]
+        assert launcher.launched == [("decode_attention_kernel", (4, 4, programs))]
     assert not workspace.buffers["arrivals", torch.int32].any()
 
 
