@@ -12,12 +12,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.gpu.place import BF16, Place
+from loraplex.engine.decode_graphs import abandon_capture
 
 Call = Callable[[], object]
 
@@ -105,27 +105,12 @@ def _captured(calls: Sequence[Call]) -> Call | None:
         _all_of(calls)
         graph.capture_end()
     except BaseException as error:
-        abandon(graph, pool)
+        abandon_capture(graph, torch.cuda.current_device(), pool)
+        torch.cuda.synchronize()
         if not isinstance(error, RuntimeError):
             raise
         return None
     return graph.replay
-
-
-def abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """End a capture in which something went wrong.
-
-    CUDA may have ended it already, and capture_end then raises before it tells torch's allocator and random generator.
-    The generator has no way out of a capture but its end, so it gets a new state.
-    """
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError):
-        graph.capture_end()
-    with suppress(RuntimeError):  # it was told
-        torch._C._cuda_endAllocateToPool(device, pool)
-    fresh = torch.Generator(f"cuda:{device}").manual_seed(torch.cuda.initial_seed())
-    torch.cuda.default_generators[device].graphsafe_set_state(fresh.graphsafe_get_state())
-    torch.cuda.synchronize()
 
 
 def _replays(replay: Call, seconds: float) -> list[float]:
@@ -155,7 +140,7 @@ def measure_ceilings(place: Place) -> Ceilings:
 def _copy_bandwidth(place: Place) -> float:
     source = torch.empty(2**29, dtype=BF16, device=place.device).normal_()
     target = torch.empty_like(source)
-    return 2.0 * source.nbytes / time_calls([lambda: target.copy_(source)], place).seconds
+    return 2.0 * source.nbytes / time_calls([lambda: torch.neg(source, out=target)], place).seconds
 
 
 def _matrix_rate(place: Place) -> float:

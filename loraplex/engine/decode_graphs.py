@@ -361,19 +361,26 @@ class CudaGraphDevice:
             try:
                 run()
             except BaseException:
-                self._abandon(graph)
+                abandon_capture(graph, self._stream.device_index, self._pool)
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
         return graph
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture in which something went wrong: that may have ended it, without a word to torch's allocator."""
-        with suppress(RuntimeError):
-            graph.capture_end()
-        with suppress(RuntimeError):  # it was told
-            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
-
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, device_index: int, pool: tuple[int, int]) -> None:
+    """End a capture in which something went wrong.
+
+    CUDA may have ended it already, and capture_end then raises before it tells torch's allocator and random generator.
+    The generator has no way out of a capture but its end, so it gets a new state.
+    """
+    with suppress(RuntimeError):
+        graph.capture_end()
+    with suppress(RuntimeError):  # it was told
+        torch._C._cuda_endAllocateToPool(device_index, pool)
+    fresh = torch.Generator(f"cuda:{device_index}").manual_seed(torch.cuda.initial_seed())
+    torch.cuda.default_generators[device_index].graphsafe_set_state(fresh.graphsafe_get_state())

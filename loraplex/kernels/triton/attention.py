@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from loraplex.kernels.device_copies import upload

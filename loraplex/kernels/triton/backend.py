@@ -63,7 +63,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
         self._fallbacks = FallbackCounter(self.name)
         self._is_capturing = False
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._is_begun = False
         self.lora_workspace = Workspace("LoRA")
         self._lora = LoraKernels(self.launcher, self.lora_workspace)
@@ -140,7 +140,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         assert y.stride(1) == 1
         dense = x if x.stride(1) == 1 else x.contiguous()
         is_shrunk, self._is_begun = self._is_begun, False
-        if is_shrunk:
+        if is_shrunk and self._side is not None:
             torch.cuda.current_stream(x.device).wait_stream(self._side)
         self._lora.add_lora(y, dense, plan, table, first_row, slices, is_shrunk=is_shrunk)
 

@@ -10,8 +10,8 @@ held (`rank_capacity`): nothing is tried out at run time, and every start takes 
 Kernels that know of gains run from the first block with a gain on, in this table; without gains the others cost
 nothing more than they did.
 
-What does not change from step to step of a linear is worked out once (`_Linear`): the host launches five kernels for each
-of hundreds of linears in a step that is no graph's.
+What does not change from step to step of a linear is worked out once (`_Linear`): in a step that is no graph's the host
+launches five kernels for each of a hundred linears and more.
 
 What a capture needs: the same step was run once before, which makes the workspace; afterwards a replay reads tiles,
 table and rows of x alone. It is good for any plan of the same padded size, as long as no rank of the step is above the
@@ -25,7 +25,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from loraplex.core import LoraSlice
@@ -268,9 +267,7 @@ class LoraKernels:
         if table.block_dtypes and num_small:
             self._shrink_small(self._linear(x, table, first_row, slices), x, plan, num_small)
 
-    def _linear(
-        self, x: torch.Tensor, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
-    ) -> _Linear:
+    def _linear(self, x: torch.Tensor, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]) -> _Linear:
         key = first_row, x.dtype
         known = self._linears.get(key)
         if known is None or not known.is_still(table, slices, x.dtype):

@@ -9,9 +9,9 @@ its gain: the sum, and y times the product of all f, are added at the end. No ga
 bit.
 
 A program reads a piece of A or B once, for all rows of its tile. Products are those of the matrix units, and sums are
-float32. The expand multiplies B, which is exact, with the sum over splits in two parts of bfloat16 (16 bits of it) where
-rows are bfloat16, in three of tf32 (all bits) for float16, and float32 as it is. Sums over splits have a fixed order,
-and what a row gets does not depend on the other rows of the step.
+float32. The expand multiplies B, which is exact, with the sum over splits in two parts of bfloat16 (16 bits) where rows
+are bfloat16, in three of tf32 (all bits) for float16, and float32 as it is. Sums over splits have a fixed order, and
+what a row gets does not depend on the other rows of the step.
 """
 
 # Triton's arguments have no types of Python's.
