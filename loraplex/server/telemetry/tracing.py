@@ -38,6 +38,12 @@ MAX_PARENT_CHARS = 512
 DEFAULT_PATH = "/v1/traces"
 """Of an endpoint without one, as collectors have it."""
 
+CREDENTIAL_PROVIDERS = (
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+)
+"""Variables of the SDK that name a session of the operator's."""
+
 CLOSE_S = 5.0
 """For the last spans, when the server ends."""
 
@@ -153,6 +159,8 @@ class Tracing:
         from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        from loraplex.server.telemetry.collector import CollectorSession
+
         url = urlsplit(config.otlp_traces_endpoint)
         endpoint = url._replace(path=url.path if url.path.strip("/") else DEFAULT_PATH).geturl()
         provider = TracerProvider(
@@ -160,7 +168,9 @@ class Tracing:
             shutdown_on_exit=False,
             span_limits=SpanLimits(max_attribute_length=MAX_VALUE_CHARS),
         )
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        has_own = any(name in os.environ for name in CREDENTIAL_PROVIDERS)
+        exporter = OTLPSpanExporter(endpoint=endpoint, session=None if has_own else CollectorSession())
+        provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 
     def begin(self, scope: Scope) -> tuple[Any, tuple[tuple[bytes, bytes], ...]]:
