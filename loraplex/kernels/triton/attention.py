@@ -48,7 +48,7 @@ come a step before."""
 DECODE_PROGRAMS_PER_SM = 16
 """Of the decode kernel, about: several times what runs at once, so that one long context among short ones does not come
 last. No more, for programs without a part cost time too: where sequences are many, each program takes several parts of
-a context. Not measured."""
+a context. Between 2 and 16 no number was better on an H200."""
 
 LEAST_DECODE_PROGRAMS = 2
 """For one sequence and KV head, where its context may have several parts."""

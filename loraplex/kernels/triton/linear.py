@@ -41,6 +41,9 @@ LEAST_TURNS = 4
 
 REDUCED_AT_ONCE = BYTES_AT_ONCE = 1024
 
+NUMBERS_AT_ONCE = 2048
+"""Of a row of int8 in one program, 16 for each thread."""
+
 
 def quantized_linear(
     launcher: Launcher, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
@@ -259,9 +262,20 @@ def add_splits_kernel(
 
 
 def dequantize(launcher: Launcher, weight: QuantizedWeight, start: int, out: torch.Tensor) -> None:
-    """As `QuantizedWeight.dequantize`, which is one pass for int8 as it is."""
+    """As `QuantizedWeight.dequantize`, in one pass. Stock torch's for int8 is one as well, at a fifth of the bandwidth."""
     if weight.quantization == "int8":
-        weight.dequantize(start, out)
+        rows, width = out.shape
+        q = weight.q[start : start + rows]
+        launcher.launch(
+            dequantize_int8_kernel,
+            (rows, cdiv(width, NUMBERS_AT_ONCE)),
+            q,
+            weight.scale[start:],
+            out,
+            width,
+            q.stride(0),
+            COLUMNS=NUMBERS_AT_ONCE,
+        )
         return
     q, scale = weight.q[start : start + len(out)], weight.scale[:, start:]
     num_bytes, num_groups = q.numel(), len(scale)
@@ -276,6 +290,17 @@ def dequantize(launcher: Launcher, weight: QuantizedWeight, start: int, out: tor
         scale.stride(0),
         BYTES=BYTES_AT_ONCE,
     )
+
+
+@triton.jit
+def dequantize_int8_kernel(q_ptr, scale_ptr, out_ptr, width, q_stride, COLUMNS: tl.constexpr):
+    """out[n, k] = q[n, k] * scale[n]; grid (rows, blocks of COLUMNS)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_inside = columns < width
+    q = tl.load(q_ptr + row * q_stride + columns, mask=is_inside, other=0)
+    wide = q.to(tl.float32) * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * width + columns, wide.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit

@@ -252,7 +252,7 @@ def empty_weight(quantization: str, dtype: torch.dtype, out: int, num_in: int) -
 
 
 def linear_case(quantization: str, dtype: torch.dtype, rows: int, num_in: int = 4096, out: int = 6144) -> Case:
-    """int8 and int4 for few rows; for many, int4 is dequantised."""
+    """int8 and int4: few rows are multiplied, for many the weight is dequantised."""
 
     def run(backend: TritonBackend) -> None:
         weight = empty_weight(quantization, dtype, out, num_in)
@@ -277,6 +277,7 @@ def core_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield linear_case("int4", dtype, 16)
     yield linear_case("int4", dtype, 2048)
     yield linear_case("int8", dtype, 16)
+    yield linear_case("int8", dtype, 2048)
     yield rounding_case(dtype)
 
 

@@ -66,6 +66,7 @@ DTYPES = {
     "glue.silu_mul_kernel": (("gate_up_ptr",), EACH_FLOAT),
     "linear.add_splits_kernel": (("y_ptr",), EACH_FLOAT),
     "linear.dequantize_int4_kernel": (("out_ptr",), EACH_FLOAT),
+    "linear.dequantize_int8_kernel": (("out_ptr",), EACH_FLOAT),
     "linear.round_rows_kernel": (("x_ptr", "q_ptr"), {(dtype, FLOAT8) for dtype in FLOATS}),
     "linear.skinny_linear_kernel": (("x_ptr", "q_ptr"), set(itertools.product(FLOATS, ("i8", "u8")))),
     "input_gain.scale_input_kernel": (("x",), EACH_FLOAT),
