@@ -377,7 +377,7 @@ def test_a_reader_that_is_gone_is_no_traceback(command: tuple[str, ...], unbuffe
 
 
 def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(each: int, seed: int) -> int:
+    def interrupted(each: int, seed: int, device: str) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo_run, "run_demo", interrupted)
@@ -789,8 +789,15 @@ def test_the_demo_says_what_is_wrong(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert out.count("WRONG") == 9
 
 
+def test_the_demo_takes_a_device(run: Run) -> None:
+    code, _, err = run("demo", "--each", "1", "--device", "elsewhere")
+    assert code == 1
+    assert "device 'elsewhere' cannot be used here" in err
+
+
 def test_the_demo_as_a_server(run: Run, served: Served) -> None:
-    assert run("demo", "--serve", "--port", "0") == (7, "", "")
+    assert run("demo", "--serve", "--port", "0", "--device", "cpu") == (7, "", "")
+    assert served.engine.device == "cpu"
     assert served.server.served_model_names == ("demo",)
     assert served.server.port == 0
     assert served.engine.model == BASE

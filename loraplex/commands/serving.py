@@ -79,7 +79,7 @@ def serve(
     return _serve(of_engine, config, modules, ray or RaySettings())
 
 
-def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000) -> int:
+def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000, device: str = "auto") -> int:
     """Answer a mixed batch with one base model and eleven adapters, and check every answer.
 
     Parameters
@@ -92,9 +92,11 @@ def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000)
         Seed of the choice of phrases.
     port
         Port of --serve.
+    device
+        torch device to run on, such as cpu or cuda; auto: a GPU where torch has one, else the CPU.
     """
     if serve:
-        return _serve_demo(port)
+        return _serve_demo(port, device)
     from loraplex.demo.tasks import ADAPTERS, checkable_word_phrases
 
     most = len(checkable_word_phrases()) // (len(ADAPTERS) + 1)
@@ -102,7 +104,7 @@ def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000)
         raise ConfigError(f"each must be 1..{most}, got {each}: there are no more phrases to ask")
     from loraplex.demo.run import run_demo
 
-    return run_demo(each, seed)
+    return run_demo(each, seed, device)
 
 
 def _merged_module(given: str | None, base_names: Sequence[str], is_alone: bool) -> tuple[str | None, str | None]:
@@ -129,8 +131,10 @@ def _serve(engine: EngineConfig, server: ServerConfig, modules: tuple[tuple[str,
     return run_server(lambda: start_engine(engine, server, modules), server, in_options_of("serve"))
 
 
-def _serve_demo(port: int) -> int:
+def _serve_demo(port: int, device: str) -> int:
     from loraplex.demo.tasks import ADAPTERS, adapter_path, assets_path
 
-    server, modules = ServerSettings(port=port), tuple(f"{task.name}={adapter_path(task.name)}" for task in ADAPTERS)
-    return serve(str(assets_path() / "base"), served_model_name=("demo",), lora_modules=modules, server=server)
+    modules = tuple(f"{task.name}={adapter_path(task.name)}" for task in ADAPTERS)
+    server, engine = ServerSettings(port=port), EngineSettings(device=device)
+    base = str(assets_path() / "base")
+    return serve(base, served_model_name=("demo",), lora_modules=modules, server=server, engine=engine)

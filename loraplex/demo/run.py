@@ -94,13 +94,13 @@ def show(console: Console, answers: Sequence[Answer]) -> None:
     console.print(table)
 
 
-def run_demo(each: int = 2, seed: int = 0) -> int:
+def run_demo(each: int = 2, seed: int = 0, device: str = "auto") -> int:
     """Print the table; 0 when every answer is right, 1 otherwise."""
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for task in ADAPTERS:
         console.print(f"  [bold]{task.name:12}[/] {task.description}")
     began = time.perf_counter()
-    with LLM(base_path()) as llm:
+    with LLM(base_path(), device=device) as llm:
         loaded = time.perf_counter()
         asked = questions(each, seed)
         ask(llm, asked[: len(ADAPTERS) + 1])  # loads the adapters, so that the figures below are of serving
