@@ -14,13 +14,14 @@ from rich.table import Table
 
 from loraplex import __version__
 from loraplex.adapters.files import TEXT_NAMES
-from loraplex.adapters.inspect import AdapterReport, Weigher, inspect_adapter, printable
+from loraplex.adapters.inspect import AdapterReport, Weigher, inspect_adapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.cpu import chosen_threads, cpu_limit
 from loraplex.errors import LoraplexError, shown
 from loraplex.frontend.frontend import texts_beside
+from loraplex.logs import printable
 from loraplex.views.remote import RemoteServer
 
 if TYPE_CHECKING:

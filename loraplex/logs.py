@@ -119,6 +119,11 @@ def write_any_text(*streams: TextIO) -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def printable(line: str) -> str:
+    """For the terminal, which would obey orders in a text: names in an adapter's file may hold some."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+
+
 def arguments() -> list[str]:
     """For the command line of a process that should log as this one does: its warnings, or everything."""
     logger = logging.getLogger(_LOGGERS[0])

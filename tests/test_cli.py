@@ -376,6 +376,17 @@ def test_a_reader_that_is_gone_is_no_traceback(command: tuple[str, ...], unbuffe
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+def test_what_an_adapter_says_is_not_obeyed_by_the_terminal(run: Run, tmp_path: Path) -> None:
+    """Names of its tensors are in the refusal."""
+    save_file({"\x1b[2Jx.lora_A.weight": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    code, _, err = run("adapter", "export", str(tmp_path), "--output", str(tmp_path / "out"))
+    assert code == 1
+    assert "\x1b" not in err
+    assert "\\x1b[2Jx" in err
+
+
 def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(each: int, seed: int, device: str) -> int:
         raise KeyboardInterrupt

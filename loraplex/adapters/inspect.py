@@ -36,6 +36,7 @@ from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LongContexts, LoraTarget, ShardKind
 from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValidationError, shown
+from loraplex.logs import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,6 @@ class AdapterReport:
             ("text of its requests", ", ".join(self.text_files)),
             ("digest", self.adapter_digest),
         ]
-
-
-def printable(line: str) -> str:
-    """What an adapter calls its fields and modules may hold orders for the terminal: they are shown, not obeyed."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 
 
 def inspect_adapter(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.inspect import printable
 from loraplex.core import ShardKind
 from loraplex.errors import ModelConfigError, ModelError, shown
 from loraplex.kernels.ops import get_backend
@@ -20,6 +19,7 @@ from loraplex.kernels.protocols import KernelBackend
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.layers.common import WeightedLayer
 from loraplex.layers.linear import ParallelLinear, ParallelLMHead, VocabParallelEmbedding
+from loraplex.logs import printable
 from loraplex.models.checkpoints.files import Safetensors
 from loraplex.models.checkpoints.gguf import GgufFile
 from loraplex.models.config import ModelConfig

@@ -262,7 +262,7 @@ def add_splits_kernel(
 
 
 def dequantize(launcher: Launcher, weight: QuantizedWeight, start: int, out: torch.Tensor) -> None:
-    """As `QuantizedWeight.dequantize`, in one pass. Stock torch's for int8 is one as well, at a fifth of the bandwidth."""
+    """As `QuantizedWeight.dequantize`, in one pass. Stock torch's for int8 has a fifth of the bandwidth."""
     if weight.quantization == "int8":
         rows, width = out.shape
         q = weight.q[start : start + rows]
