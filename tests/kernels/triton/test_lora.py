@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -367,6 +368,65 @@ def test_rank_capacity_says_for_which_steps_a_capture_is_good() -> None:
     assert (backend.rank_capacity(table), table.largest_rank([0, 1]), table.largest_rank([0, 2])) == (32, 16, 20)
     table.clear_slot(2)
     assert backend.rank_capacity(table) == 32
+
+
+# ---------------------------------------------------------------------------------------- the shrink beside the base
+
+
+class Stream:
+    """Of a GPU that is not there: whom it waited for."""
+
+    def __init__(self, waited: list[str], name: str) -> None:
+        self._waited, self.name = waited, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self._waited.append(f"{self.name} for {other.name}")
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[TritonBackend, list[str]]:
+    """A backend whose captures have a stream beside, and what waited and was launched."""
+    done: list[str] = []
+    backend, stream = backend_of(), Stream(done, "step")
+
+    class Noted(TritonLauncher):
+        def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            done.append(kernel.__name__)
+            super().launch(kernel, grid, *args, **options)
+
+    backend.launcher.__class__ = Noted
+    backend._side = Stream(done, "side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    return backend, done
+
+
+def test_in_a_capture_the_shrink_of_a_decode_step_is_beside_what_comes_before_the_expand(
+    beside: tuple[TritonBackend, list[str]],
+) -> None:
+    (backend, done), target = beside, make_target(600, (40, 24))
+    generator = torch.Generator().manual_seed(7)
+    adapters = [make_weights(target, (12, 5), FP32, False, generator)]
+    problem = make_problem(target, adapters, segments_of([0, 0, -1]), 3, FP32, generator)
+    problem.plan.rewrite(problem.plan.segments, 3, is_decode=True)
+    table = make_table(target, adapters, FP32, backend)
+    expected = run(problem, backend, table)
+    assert done == ["shrink_small_kernel", "expand_small_kernel"]
+    done.clear()
+    begun = problem.x, problem.plan, table, 0, target.slices
+    with backend.capturing():
+        backend.begin_lora(*begun)
+        done.append("base")
+        assert same_bits(run(problem, backend, table), expected)
+    order = ["side for step", "shrink_small_kernel", "base", "step for side", "expand_small_kernel"]
+    assert done == order
+    done.clear()
+    backend.begin_lora(*begun)  # a step that is no capture
+    with backend.capturing():  # one that is broken off
+        backend.begin_lora(*begun)
+    assert done == order[:2]
+    assert same_bits(run(problem, backend, table), expected)
+    assert done == [*order[:2], "shrink_small_kernel", "expand_small_kernel"]
 
 
 # ---------------------------------------------------------------------------------------------------------- input gains
