@@ -9,6 +9,9 @@ from typing import NoReturn
 
 from loraplex import interrupt, logs
 
+LAST_LINES_S = 1.0
+"""For lines of the log whose reader is slow."""
+
 BROKEN_PIPE_CODE = 141
 """As a shell says of a program that SIGPIPE ended."""
 
@@ -29,6 +32,7 @@ def run() -> NoReturn:
         if not _is_reader_gone():
             raise
         code = BROKEN_PIPE_CODE
+    logs.flush_within(LAST_LINES_S)
     try:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,6 +4,10 @@ Names, paths and error texts come from clients. A line break in one would make a
 would be obeyed by the operator's terminal: every character that is not printable is written as Python writes it (`\\n`,
 `\\x1b`).
 
+A pipe that is full blocks what writes to it: the event loop, with every connection and the signals that end the
+process. So a line is written at once where the stream takes it, as it nearly always does; else it waits in memory for a
+thread that does block. What waits is bounded: lines past the bound are dropped, and a later line says how many.
+
 A line that is written for a request names it: what a task writes by its `request_context`, what another process writes
 by the field `request_id` of the record.
 """
@@ -13,10 +17,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
+import select
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,6 +37,11 @@ MAX_PATH_CHARS = 256
 
 MAX_TRACEBACK_CHARS = 16_384
 """Of its end, which says what was wrong."""
+
+AT_ONCE_BYTES = select.PIPE_BUF
+"""A pipe that can be written to takes so many bytes without blocking."""
+
+MAX_WAITING_BYTES = 1 << 20
 
 FORMATS = ("text", "json")
 
@@ -89,9 +101,100 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
+class PatientHandler(logging.Handler):
+    """Of one stream. Without a file descriptor, as in tests, lines are written as StreamHandler does."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._waiting: deque[bytes] = deque()
+        self._num_bytes = self._num_dropped = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._poll = _poll_of(stream)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record) + "\n"
+            if self._poll is None:
+                self._stream.write(text)
+                self._stream.flush()
+                return
+            self._put(text.encode(self._stream.encoding or "utf-8", "backslashreplace"))
+        except Exception:
+            self.handleError(record)
+
+    def flush_within(self, seconds: float) -> None:
+        """Give what waits so long to be written."""
+        ends_s = time.monotonic() + seconds
+        with self._changed:
+            while self._waiting and (left_s := ends_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+
+    def _put(self, line: bytes) -> None:
+        with self._changed:
+            if not self._waiting:
+                line = self._written(line)
+            if not line:
+                return
+            if self._num_bytes + len(line) > MAX_WAITING_BYTES:
+                self._num_dropped += 1
+                return
+            self._waiting.append(line)
+            self._num_bytes += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_waiting, name="log", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _written(self, line: bytes) -> bytes:
+        """Write what the stream takes at once; the rest."""
+        assert self._poll is not None
+        while line and any(event & select.POLLOUT for _, event in self._poll.poll(0)):
+            line = line[os.write(self._stream.fileno(), line[:AT_ONCE_BYTES]) :]
+        return line
+
+    def _write_waiting(self) -> None:
+        """In its thread, to the end of the process. What a stream that is gone would get is lost."""
+        poll = _poll_of(self._stream)
+        assert poll is not None
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                line = self._waiting[0]
+            try:
+                poll.poll()
+                rest = line[os.write(self._stream.fileno(), line[:AT_ONCE_BYTES]) :]
+            except (OSError, ValueError):
+                rest = b""
+            with self._changed:
+                self._num_bytes -= len(line) - len(rest)
+                if rest:
+                    self._waiting[0] = rest
+                    continue
+                self._waiting.popleft()
+                if not self._waiting and self._num_dropped:
+                    note = f"{self._num_dropped} lines of the log were dropped: its reader did not keep up\n".encode()
+                    self._num_dropped = 0
+                    self._waiting.append(note)
+                    self._num_bytes += len(note)
+                self._changed.notify_all()
+
+
+def _poll_of(stream: TextIO) -> select.poll | None:
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return poll
+
+
 def configure(level: str, form: str = "text", *, with_root: bool = False) -> None:
     """Write the records of this program to stderr. with_root: those of other packages too, from warnings on."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = PatientHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else LineFormatter())
     for name in (*_LOGGERS, *([None] if with_root else [])):
         logger = logging.getLogger(name)
@@ -102,6 +205,13 @@ def configure(level: str, form: str = "text", *, with_root: bool = False) -> Non
         _log_stray_lines()
     if level != "debug":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its news of start and end are ours to tell
+
+
+def flush_within(seconds: float) -> None:
+    """Give lines that wait for a slow reader so long, for the process is to end."""
+    for handler in logging.getLogger(_LOGGERS[0]).handlers:
+        if isinstance(handler, PatientHandler):
+            handler.flush_within(seconds)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -25,6 +25,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import loraplex
+from loraplex.logs import PatientHandler
 from tests import postgres
 from tests.fixtures import ModelZoo
 
@@ -74,7 +75,7 @@ def loggers_as_imported() -> None:
     package.propagate = True
     package.setLevel(logging.NOTSET)
     package.handlers.clear()
-    root.handlers = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
+    root.handlers = [handler for handler in root.handlers if not isinstance(handler, PatientHandler)]
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,7 @@ SMALL_FILES = {
     "loraplex.progress": "draws on a terminal; cli.py is at its size",
     "loraplex.ranks.start": "a process runs it; it acts before the follower's imports",
     "loraplex.serve.ray_router": "Ray Serve imports it by its name, where nothing else of the deployment is",
+    "loraplex.server.telemetry.collector": "imports requests, which loraplex[otel] alone brings",
     "loraplex.server.verb_turns": "a bound of the protocol, tested alone; its route does not decide which verb waits",
 }
 """Files under SMALL_FILE_LINES that one module imports, and why they are not a part of it."""

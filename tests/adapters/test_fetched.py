@@ -163,6 +163,16 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
     assert str(tmp_path) not in caught.value.message
 
 
+def test_a_link_in_place_of_the_folder_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files behind it would be removed as what requests had fetched."""
+    (tmp_path / "hub" / "models--org--a").mkdir(parents=True)
+    (tmp_path / "fetched").symlink_to(tmp_path / "hub")
+    with pytest.raises(AdapterFetchError, match="no folder for adapters that are fetched"):
+        _ = FetchedFiles(tmp_path / "fetched", 1).folder
+    assert "fetched is a link" in caplog.text
+    assert (tmp_path / "hub" / "models--org--a").is_dir()
+
+
 def test_the_disk_keeps_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(free=fetched.SPARE_DISK_BYTES + 10)
     monkeypatch.setattr(fetched.shutil, "disk_usage", lambda path: free)

@@ -126,6 +126,9 @@ class FetchedFiles:
             if self._given is None:
                 return temporary_folder(FOLDER_NAME, self._at_end)
             remedy = "give another --state-dir"
+            if self._given.is_symlink():
+                text = "what is in there may be another's, and fetched adapters are removed: link the state directory"
+                raise ConfigError(f"the folder of fetched adapters {self._given} is a link: {text} itself")
             return private_folder(self._given, "the folder of fetched adapters", remedy).resolve()
         except (OSError, ConfigError) as error:
             _log.error("the folder of fetched adapters cannot be used: %s", error)

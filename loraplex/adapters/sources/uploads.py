@@ -15,7 +15,9 @@ Of all uploads together there are at most `total_bytes` on the disk, those that 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -29,16 +31,20 @@ from loraplex.adapters.regular_file import sync_path
 from loraplex.errors import (
     AdapterMemoryError,
     AdapterTooLargeError,
+    ConfigError,
     LoraplexError,
     RequestAbortedError,
 )
 from loraplex.private_folder import private_folder
+
+_log = logging.getLogger(__name__)
 
 FOLDER_NAME = "uploads"
 UPLOAD_PREFIX = "upload://"
 """What stands for the source of an uploaded version, before its digest: no path, so that nothing is fetched from it."""
 
 RECEIVING = ".receiving-"
+_OWN_NAME = re.compile(r"(?:\.receiving|[0-9a-f]+)-[0-9a-f]{8}")
 SPARE_DISK_BYTES = 64 * 2**20
 """Stay free: others write to the same disk."""
 
@@ -96,18 +102,27 @@ class UploadStore:
 
     def sweep(self, used: Iterable[str]) -> None:
         """Remove what an earlier process left, but for these directories, and count those. The state directory may have
-        been called by another path then."""
+        been called by another path then.
+
+        Only what has a name of this store's goes: the folder may hold another's files. Raises ConfigError for a link
+        in its place.
+        """
         if self._folder is None or not self._folder.is_dir():
             return
-        kept = {Path(each).name for each in used}
+        if self._folder.is_symlink():
+            text = "what is in there may be another's, and uploads are removed: link the state directory itself"
+            raise ConfigError(f"the folder of uploads {self._folder} is a link: {text}")
+        kept, num_others = {Path(each).name for each in used}, 0
         for path in self._folder.iterdir():
-            if path.name in kept and path.is_dir() and not path.is_symlink():
+            if path.is_symlink() or not path.is_dir() or not _OWN_NAME.fullmatch(path.name):
+                num_others += 1
+            elif path.name in kept:
                 with self._lock:
                     self._sizes[path] = sum(each.stat().st_size for each in path.iterdir())
-            elif path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
             else:
                 shutil.rmtree(path, ignore_errors=True)
+        if num_others:
+            _log.warning("%d entries of %s are no uploads of this server, and stay there", num_others, self._folder)
 
     def remove(self, path: str | Path) -> None:
         """A directory of this store; others are left alone."""

@@ -13,7 +13,7 @@ from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
 from loraplex.adapters.sources import uploads
 from loraplex.adapters.sources.uploads import SPARE_DISK_BYTES, Upload, UploadLimits, UploadStore
 from loraplex.core import AdapterSpec
-from loraplex.errors import AdapterMemoryError, AdapterTooLargeError
+from loraplex.errors import AdapterMemoryError, AdapterTooLargeError, ConfigError
 from tests.adapters.fake_store import FakeStore
 
 NAME = "adapter_model.safetensors"
@@ -100,13 +100,33 @@ def test_what_no_version_has_goes_at_the_start(tmp_path: Path) -> None:
     before = store_at(tmp_path)
     used, unused = (sent(before).keep("abc") for _ in range(2))
     sent(before)  # the server is killed
-    (tmp_path / "link").symlink_to(used)
-    (tmp_path / "file").write_text("?")
     store = store_at(tmp_path)
     store.sweep([str(used), str(tmp_path / "gone")])
     assert list(tmp_path.iterdir()) == [used]
     assert unused != used
     assert store.num_bytes == 7
+
+
+def test_what_is_not_of_uploads_stays_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    used = sent(store_at(tmp_path)).keep("abc")
+    (tmp_path / "link").symlink_to(used)
+    (tmp_path / "abc-0123abcd").symlink_to(used)
+    (tmp_path / "file").write_text("?")
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "etc" / "ssl").mkdir(parents=True)
+    before = sorted(tmp_path.iterdir())
+    store_at(tmp_path).sweep([str(used)])
+    assert sorted(tmp_path.iterdir()) == before
+    assert f"5 entries of {tmp_path} are no uploads of this server, and stay there" in caplog.text
+
+
+def test_a_link_in_place_of_the_folder_is_refused_and_nothing_behind_it_goes(tmp_path: Path) -> None:
+    """A start as root with a link to /etc there emptied /etc."""
+    (tmp_path / "etc" / "abc-0123abcd").mkdir(parents=True)
+    (tmp_path / "uploads").symlink_to(tmp_path / "etc")
+    with pytest.raises(ConfigError, match="uploads is a link"):
+        store_at(tmp_path / "uploads").sweep([])
+    assert (tmp_path / "etc" / "abc-0123abcd").is_dir()
 
 
 def test_uploads_stay_where_the_state_directory_has_another_path(tmp_path: Path) -> None:
