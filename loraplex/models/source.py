@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.remote.hub_client import guard_client
 from loraplex.errors import ModelNotFoundError, ModelWeightError
 from loraplex.models.checkpoints.gguf_file import GgufHeader
 from loraplex.text.conversion import has_tokenizer
@@ -101,6 +102,7 @@ def _told_apart(name: str, revision: str | None) -> Iterator[None]:
         raise ModelNotFoundError(
             f"model {name!r} is no local directory, and huggingface_hub, which could fetch it, is not installed"
         ) from e
+    guard_client()
     try:
         yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:

@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -30,6 +31,12 @@ class Hub:
         self.error_code: str | None = None
         self.requests: list[str] = []
         self.sizes: dict[str, int] = {}
+        self.etag: str | None = None
+        """Of every file, in place of its own."""
+        self.list_headers: dict[str, str] = {}
+        self.list_body: bytes | None = None
+        """Of every list of files, in place of it."""
+        self.tokens: list[str | None] = []
         hub = self
 
         class Handler(_Handler):
@@ -74,6 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        self.hub.tokens.append(self.headers.get("Authorization"))
         time.sleep(self.hub.delay_s)
         if self.hub.status is not None:
             self._send(self.hub.status, b"{}", {"X-Error-Code": self.hub.error_code or ""})
@@ -96,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             if not listed:
                 return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-            self._send(200, json.dumps(listed).encode())
+            body = json.dumps(listed).encode() if self.hub.list_body is None else self.hub.list_body
+            self._send(200, body, self.hub.list_headers)
         else:
             info = {
                 "id": repo,
@@ -113,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if name not in files:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
-        self._send(200, files[name], {"X-Repo-Commit": sha_of(files), "ETag": f'"{sha_of({name: files[name]})}"'})
+        etag = self.hub.etag or f'"{sha_of({name: files[name]})}"'
+        self._send(200, files[name], {"X-Repo-Commit": sha_of(files), "ETag": etag})
 
     def _files(self, repo: str, revision: str) -> Files | None:
         revisions = self.hub.repos.get(repo)
@@ -132,4 +142,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # a client that has had enough
+                self.wfile.write(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from loraplex.adapters.registry import VersionRecord
 from loraplex.adapters.remote import hub as remote_hub
 from loraplex.adapters.remote.hub import HubFetches, hub_folder_of, hub_snapshot_of
+from loraplex.adapters.remote.hub_client import MAX_REQUESTS
 from loraplex.adapters.source import AdapterSource
 from loraplex.errors import (
     AdapterFetchError,
@@ -359,6 +361,38 @@ def test_a_repository_that_is_no_adapter(hub: Hub, client: Client) -> None:
     (answer,) = client.fetch(hub, "org/model")
     assert answer["error"] == "AdapterConfigMissingError"
     assert "no adapter_config.json" in answer["message"]
+
+
+def test_what_a_hub_calls_a_file_is_no_path(hub: Hub, client: Client, tmp_path: Path) -> None:
+    """The library keeps a file under the ETag that the hub says."""
+    hub.etag = f'"{"../" * 20}{str(tmp_path / "escaped").lstrip("/")}"'
+    (answer,) = client.fetch(hub, "org/sql")
+    assert answer["error"] == "AdapterFetchError"
+    assert "HubAnswerError" in answer["message"]
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_what_a_hub_says_of_an_adapter_is_bounded(hub: Hub, client: Client) -> None:
+    """Bytes as they come, none that are to be decompressed, and pages of a list."""
+    hub.list_body = b" " * (40 << 20)
+    (too_long,) = client.fetch(hub, "org/sql")
+    hub.list_body, hub.list_headers = gzip.compress(bytes(1 << 20)), {"Content-Encoding": "gzip"}
+    (compressed,) = client.fetch(hub, "org/sql")
+    hub.list_body, hub.list_headers = b"[]", {"Link": f'<{hub.url}/api/models/org/sql/tree/main>; rel="next"'}
+    (endless,) = client.fetch(hub, "org/sql")
+    for answer in (too_long, compressed, endless):
+        assert answer["error"] == "AdapterFetchError"
+        assert "HubAnswerError" in answer["message"]
+    assert len(hub.requests) < 3 * MAX_REQUESTS
+
+
+def test_a_token_goes_to_no_other_host(hub: Hub, client: Client) -> None:
+    with Hub(REPOS) as other:
+        elsewhere = other.url.replace("127.0.0.1", "localhost")
+        hub.list_body, hub.list_headers = b"[]", {"Link": f'<{elsewhere}/api/models/org/sql/tree/main>; rel="next"'}
+        client.fetch(hub, "org/sql", HF_TOKEN="hf_secret")
+        assert "Bearer hf_secret" in hub.tokens
+        assert other.tokens[:1] == [None]
 
 
 def test_without_huggingface_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

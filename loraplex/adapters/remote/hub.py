@@ -23,6 +23,7 @@ from typing import Any
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder, read_files
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.remote.fetched import MakeRoom, check_disk
+from loraplex.adapters.remote.hub_client import guard_client, listing
 from loraplex.adapters.remote.wanted import MAX_FILES, check_sizes, wanted_names
 from loraplex.errors import (
     AdapterConfigMissingError,
@@ -221,8 +222,10 @@ class HubCache:
     def _fetch(self, adapter: HubAdapter, root: Path) -> Path:
         folder = _folder_of(adapter, root)
         _check_reference(folder, adapter)
+        guard_client()
         try:
-            commit, listed = _listed(adapter)
+            with listing():
+                commit, listed = _listed(adapter)
         except Exception as error:
             return self._found_here(adapter, root, error)
         if CONFIG_NAME not in listed:
