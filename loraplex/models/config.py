@@ -209,7 +209,7 @@ class ModelConfig:
             raw = json.loads(file.read_text(encoding="utf-8"))
         except OSError as e:
             raise ModelConfigError(f"{file}: cannot be read ({e.strerror}); a model directory has a config.json") from e
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ModelConfigError(f"{file}: is not JSON ({e})") from e
         if not isinstance(raw, dict):
             raise ModelConfigError(f"{file}: holds {type(raw).__name__}, not a JSON object")

@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Json]:
     text = _read_text(path)
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelConfigError(f"{path} must hold a JSON object, it holds a {type(content).__name__}")

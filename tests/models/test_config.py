@@ -379,7 +379,8 @@ def test_what_is_not_honoured_is_refused_by_name(keys: Mapping[str, Any], messag
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot be read"), ("{", "is not JSON"), (json.dumps([1]), "holds list")]
+    ("content", "message"),
+    [(None, "cannot be read"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (json.dumps([1]), "holds list")],
 )
 def test_a_bad_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:

@@ -156,7 +156,7 @@ def _open(file: Path) -> Iterator[Any]:
 def _read_index(index: Path) -> Mapping[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ModelWeightError(f"{index} is not an index of safetensors ({type(e).__name__}: {e})") from e
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelWeightError(f"{index} has an empty weight_map")
