@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import stat
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from loraplex.adapters.journal import SqliteJournal
 from loraplex.adapters.journal.copies import JournalCopies
 from loraplex.adapters.journal.repair import check_state, repair_state
-from loraplex.adapters.journal.state_directory import StateDirectory
+from loraplex.adapters.journal.state_directory import FOLDERS, StateDirectory
 from loraplex.adapters.registry.records import AdapterText, NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.cli import app
 from loraplex.errors import ConfigError
@@ -275,19 +276,24 @@ def test_what_is_no_plain_file_is_refused_and_left_alone(tmp_path: Path, name: s
     assert not (tmp_path / "made").exists()
 
 
-def test_a_file_in_the_place_of_the_copies_is_refused(tmp_path: Path) -> None:
-    tmp_path.joinpath("copies").write_text("")
-    with pytest.raises(ConfigError, match="copies cannot be used: File exists"):
-        SqliteJournal(tmp_path, BASE)
-    with StateDirectory(tmp_path):
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_folder_in_the_place_of_one_is_refused(tmp_path: Path, state: Path, name: str, kind: str) -> None:
+    """By a server and by a check; nothing behind a link is touched. A start with a link to /etc emptied it."""
+    outside = tmp_path / "elsewhere"
+    (outside / "abc-0123abcd").mkdir(parents=True)
+    shutil.rmtree(state / name, ignore_errors=True)
+    if kind == "file":
+        (state / name).write_text("")
+    else:
+        (state / name).symlink_to(outside)
+    for use in (lambda: SqliteJournal(state, BASE), lambda: check_state(state), lambda: repair_state(state)):
+        with pytest.raises(ConfigError, match=f"{name} is {'no folder' if kind == 'file' else 'a link'}; move it away"):
+            use()
+    assert (outside / "abc-0123abcd").is_dir()
+    (state / name).unlink()
+    with StateDirectory(state):
         pass  # the lock is free
-
-
-def test_a_link_in_the_place_of_the_copies_is_refused(tmp_path: Path, state: Path) -> None:
-    (state / "copies").rename(tmp_path / "elsewhere")
-    (state / "copies").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="copies is a link; remove it"):
-        SqliteJournal(state, BASE)
 
 
 def test_an_emptied_journal_without_copies_is_refused(state: Path) -> None:

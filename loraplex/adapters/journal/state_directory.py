@@ -3,6 +3,8 @@
 DIR/journal.sqlite   the journal, mode 0600 (with SQLite's -wal and -shm beside it)
 DIR/copies/          dated copies of the journal (copies.py)
 DIR/texts/           texts of adapters that bring one (texts.py), made when there is one
+DIR/uploads/         adapters that clients sent (sources/uploads.py)
+DIR/fetched/         adapters that requests had fetched (remote/fetched.py)
 DIR/damaged/         what `loraplex state repair` replaced
 DIR/lock             held by the process that uses the directory, as long as it lives; its number is in it
 """
@@ -20,6 +22,9 @@ from loraplex.errors import ConfigError
 from loraplex.private_folder import private_folder
 
 FILE_MODE = 0o600
+
+FOLDERS = ("copies", "damaged", "fetched", "texts", "uploads")
+"""All that a server writes to, and removes files of."""
 
 
 class StateDirectory:
@@ -41,6 +46,7 @@ class StateDirectory:
         self._lock = -1
         try:
             self._make(self.path)
+            self._check_folders()
             self._lock = self._open_own(self.path / "lock")
         except OSError as error:
             why = "it is a file; give a directory" if self.path.is_file() else error.strerror
@@ -86,6 +92,14 @@ class StateDirectory:
             file.unlink()
         except OSError as error:
             raise ConfigError(f"{file} cannot be removed: {error.strerror}") from error
+
+    def _check_folders(self) -> None:
+        """Raises ConfigError for a link or a file in place of one of them."""
+        for name in FOLDERS:
+            path = self.path / name
+            if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+                what = "a link" if path.is_symlink() else "no folder"
+                raise ConfigError(f"{path} is {what}; move it away, or give another --state-dir")
 
     def make_folder(self, folder: Path) -> Path:
         """Raises ConfigError when it cannot be made, is a link, or another user can write to it."""
