@@ -16,7 +16,6 @@ from cyclopts import App, CycloptsError, Parameter
 from loraplex import __version__
 from loraplex.cli_help import explain, parse_sizes, shown_default, with_options
 from loraplex.errors import LoraplexError
-from loraplex.logs import printable
 
 COMMANDS = (
     ("adapter", "loraplex.commands.adapters:adapter_app", "Look at adapters, and make new ones of them."),
@@ -111,5 +110,7 @@ def main() -> None:
         text = with_options(str(error), reduce(getitem, app.parse_commands(sys.argv[1:])[0], app))
     except KeyboardInterrupt:
         sys.exit(130)
+    from loraplex.logs import printable
+
     print("error: " + "\n".join(map(printable, text.split("\n"))), file=sys.stderr)
     sys.exit(1)
