@@ -10,7 +10,8 @@ import pytest
 from loraplex.demo.tasks import TASKS, adapter_path
 from tests.security.adapter_mutator import AdapterMutator, LoadPath
 
-NUM_MUTANTS = 250
+NUM_MUTANTS = 80
+"""`fuzz_adapters.py` makes more of them, for minutes."""
 MAX_GROWTH_BYTES = 192 * 2**20
 
 
@@ -33,7 +34,7 @@ def test_every_mutant_is_served_or_refused(tmp_path: Path) -> None:
         except Exception as error:
             pytest.fail(f"mutant {number} ({'; '.join(changes)}): {error!r}")
         assert peak_bytes() - before < MAX_GROWTH_BYTES, (number, changes)
-    assert path.counts["served"] >= 10, "most mutants are beyond recognition"
+    assert path.counts["served"] >= 5, "most mutants are beyond recognition"
     assert len(path.counts) >= 6, path.counts
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,24 +113,37 @@ def test_names_that_would_select_the_base_model(name: str) -> None:
         check_adapter_name(name, ("base",))
 
 
+@pytest.fixture(scope="module")
+def engine() -> FakeAsyncEngine:
+    return FakeAsyncEngine({"old": "/old"})
+
+
+@pytest.fixture(scope="module")
+def app(engine: FakeAsyncEngine) -> FastAPI:
+    return create_app(engine, ServerConfig())
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(app) as client:
+        yield client
+
+
 @pytest.mark.parametrize("name", [*LOOK_ALIKES, "a/b", "/srv/x", "a/../b", "x/pin", "../old"])
-async def test_no_route_registers_such_a_name(name: str) -> None:
+async def test_no_route_registers_such_a_name(name: str, engine: FakeAsyncEngine, client: httpx.AsyncClient) -> None:
     name = LOOK_ALIKES.get(name, name)
     if "\ud800" in name:
         pytest.skip("no client can send it: the body is refused")
-    engine = FakeAsyncEngine({"old": "/old"})
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "/x"}),
         ("/v1/adapters", {"name": name, "path": "/x"}),
         ("/v1/adapters/switch", {"old": "old", "new": name, "new_path": "/x"}),
     ]
-    async with client_of(create_app(engine, ServerConfig())) as client:
-        for url, body in bodies:
-            response = await client.post(url, json=body)
-            assert response.status_code == 400, (url, response.text)
-            assert response.json()["error"]["param"] in ("name", "lora_name", "new")
-        if name.endswith("\n"):
-            return  # the route's expression ends before it: /v1/adapters/sql%0A is /v1/adapters/sql
+    for url, body in bodies:
+        response = await client.post(url, json=body)
+        assert response.status_code == 400, (url, response.text)
+        assert response.json()["error"]["param"] in ("name", "lora_name", "new")
+    if not name.endswith("\n"):  # the route's expression ends before it: /v1/adapters/sql%0A is /v1/adapters/sql
         response = await client.put(f"/v1/adapters/{quote(name, safe='')}", json={"path": "/x"})
         assert response.status_code in (400, 404), response.text
     assert engine.registry is not None
@@ -135,11 +151,10 @@ async def test_no_route_registers_such_a_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [each for each in GOOD if each != "x@y"])
-async def test_names_in_other_scripts_are_fine(name: str) -> None:
-    engine = FakeAsyncEngine()
-    async with client_of(create_app(engine, ServerConfig())) as client:
-        assert (await client.post("/v1/adapters", json={"name": name, "path": "/x"})).status_code == 200
-        assert (await client.get("/v1/models")).json()["data"][-1]["id"] == name
+async def test_names_in_other_scripts_are_fine(name: str, client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/adapters", json={"name": name, "path": "/x"})).status_code == 200
+    assert (await client.get("/v1/models")).json()["data"][-1]["id"] == name
+    assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": name})).status_code == 200
 
 
 def test_a_path_that_is_its_own_name_has_no_slash_at_its_end() -> None:

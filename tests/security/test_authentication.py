@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import socket
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ def app_with_ranks(**settings: Any) -> FastAPI:
     return create_app(FakeAsyncEngine({"sql": "/sql"}), config)
 
 
+@functools.cache
+def shared_app() -> FastAPI:
+    """For tests that add nothing to it: making one takes longer than asking it."""
+    return app_with_ranks()
+
+
 ROUTES = routes_of(create_app(FakeAsyncEngine(), ServerConfig()))
 DECLARED = [(route, declared_access(route.endpoint)) for route in ROUTES if route.path not in OF_FASTAPI]
 
@@ -65,7 +72,7 @@ def test_every_route_says_which_key_it_needs(route: FoundRoute, access: Access |
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}])
 async def test_no_route_answers_without_a_key(method: str, headers: dict[str, str]) -> None:
-    async with client_of(app_with_ranks()) as client:
+    async with client_of(shared_app()) as client:
         for route in ROUTES:
             answer = await client.request(method, route.url, headers=headers)
             is_read = route.path in OPEN_PATHS or method in ("GET", "HEAD")
@@ -74,7 +81,7 @@ async def test_no_route_answers_without_a_key(method: str, headers: dict[str, st
 
 @pytest.mark.parametrize(("route", "access"), DECLARED, ids=ids)
 async def test_a_key_opens_what_its_rank_allows(route: FoundRoute, access: Access) -> None:
-    async with client_of(app_with_ranks()) as client:
+    async with client_of(shared_app()) as client:
         for method in route.methods:
             refused = await client.request(method, route.url, headers=bearer(KEY), params={"stream": "false"})
             needs_admin = access not in (Access.OPEN, Access.READ, Access.KEY)
@@ -126,7 +133,7 @@ async def test_a_verb_is_refused_before_its_body_is_read() -> None:
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
     }
-    await app_with_ranks()(scope, receive, send)
+    await shared_app()(scope, receive, send)
     assert sent[0]["status"] == 403
 
 
@@ -146,7 +153,7 @@ def test_every_key_is_compared_whatever_was_sent(given: str, monkeypatch: pytest
 
 
 async def test_metrics_can_be_guarded() -> None:
-    async with client_of(app_with_ranks()) as client:
+    async with client_of(shared_app()) as client:
         assert (await client.get("/metrics")).status_code == 200
     async with client_of(app_with_ranks(guard_metrics=True)) as client:
         assert (await client.get("/metrics")).status_code == 401

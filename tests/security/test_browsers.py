@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 
 import httpx
@@ -28,7 +29,9 @@ FORM_TYPES = ["text/plain", "application/x-www-form-urlencoded", "multipart/form
 STRANGER = "https://evil.example"
 
 
+@functools.cache
 def app_of(**settings: object) -> FastAPI:
+    """One of each configuration: making one takes longer than asking it."""
     return create_app(FakeAsyncEngine({"sql": "/adapters/sql"}), ServerConfig(**settings))  # type: ignore[arg-type]
 
 

@@ -25,7 +25,7 @@ def listening_sockets(processes: Sequence[psutil.Process]) -> list[str]:
     return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("torch", marks=pytest.mark.ranks)])
 def test_ranks_listen_on_no_port(zoo: ModelZoo, backend: str) -> None:
     """While they serve, whatever their kernels."""
     base, this = zoo.base("qwen2"), psutil.Process()
