@@ -32,10 +32,12 @@ from loraplex.errors import (
     AdapterBusyError,
     AdapterConflictError,
     AdapterNotFoundError,
+    ConfigError,
     LoraplexError,
     RequestAbortedError,
 )
 from loraplex.frontend.merge_process import MergeProcess
+from loraplex.private_folder import private_folder
 
 if TYPE_CHECKING:
     from loraplex.adapters.merging.merge import MergePlan
@@ -294,9 +296,18 @@ def _plan(
     return plan_merge(origins, wish, max_bytes, registry.max_lora_rank)
 
 
+def _check_folder(folder: Path) -> None:
+    """As at the start: made if it was removed. Raises LoraplexError for one that others may write to by now."""
+    try:
+        private_folder(folder, "the folder of made adapters", "start the server with another --adapter-output-dir")
+    except ConfigError as error:
+        raise LoraplexError(str(error)) from error
+
+
 def _make(process: MergeProcess, job: MergeJob, plan: MergePlan, folder: Path, max_bytes: int) -> None:
     from loraplex.adapters.merging.written import check_disk
 
+    _check_folder(folder.parent)
     remove_abandoned(folder.parent)
     check_disk(folder.parent, plan.nbytes)
     if not job.is_cancelled.is_set():
@@ -317,6 +328,7 @@ def _export(origin: Origin, folder: Path, max_bytes: int, is_cancelled: Callable
     from loraplex.adapters.merging.export import export_adapter
     from loraplex.adapters.merging.written import write_directory
 
+    _check_folder(folder)
     made, digest = export_adapter(origin, max_bytes, is_cancelled)
     path = folder / folder_name(origin.name)
     write_directory(made, path)

@@ -167,8 +167,11 @@ def main() -> None:
 
     torch.set_num_threads(1)
     _lower_priority(LOWEST_PRIORITY)
-    while select.select([sys.stdin], [], [], KEEP_S)[0] and (line := sys.stdin.readline()):
-        _say(_answer(json.loads(line)))
+    try:
+        while select.select([sys.stdin], [], [], KEEP_S)[0] and (line := sys.stdin.readline()):
+            _say(_answer(json.loads(line)))
+    except BrokenPipeError:  # the server was killed; what is unsaid cannot be flushed at an orderly end either
+        os._exit(1)
 
 
 def _lower_priority(nice: int) -> None:

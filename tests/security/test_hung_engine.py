@@ -147,9 +147,7 @@ async def test_a_deadline_holds_while_the_engine_is_silent(engine: AsyncEngine, 
         assert engine.num_unfinished == 0
 
 
-async def test_a_storm_of_kills(
-    engine: AsyncEngine, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_storm_of_kills(engine: AsyncEngine, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
     """Every process of the engine at once, the spare too, again and again, most of them while they start."""
     seen: set[int] = set()
     async with asyncio.timeout(60):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -319,6 +320,18 @@ def test_a_process_makes_one_merge_after_the_other(process: merge_process.MergeP
     assert os.getsid(pids[0]) != os.getsid(0)
 
 
+def test_a_process_whose_server_was_killed_ends_without_a_word(
+    process: merge_process.MergeProcess, tmp_path: Path
+) -> None:
+    child, _ = process._running()
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdout.close()
+    child.stdin.write(json.dumps(merge_process._question(plan(), tmp_path / "made", 2**30)) + "\n")
+    child.stdin.flush()
+    assert child.wait(timeout=120) == 1
+
+
 def test_errors_of_a_merge_come_from_its_process(process: merge_process.MergeProcess, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(AdapterConflictError, match="is there already"):
@@ -432,6 +445,24 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder = output_folder(ServerConfig(adapter_output_dir=str(tmp_path / "new")))
     assert folder == tmp_path / "new"
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+async def test_a_folder_that_is_gone_is_made_again(client: httpx.AsyncClient, made: Path) -> None:
+    made.rmdir()
+    assert (await over(client, (await started(client))["id"]))["state"] == "done"
+    shutil.rmtree(made)
+    assert (await client.post("/v1/adapters/upper/export")).status_code == 200
+
+
+async def test_a_folder_that_others_may_write_to_by_now_is_not_written_to(
+    client: httpx.AsyncClient, made: Path
+) -> None:
+    made.chmod(0o777)
+    card = await over(client, (await started(client))["id"])
+    assert (card["state"], "by other users" in card["error"]) == ("failed", True)
+    exported = await client.post("/v1/adapters/upper/export")
+    assert (exported.status_code, "by other users" in exported.text) == (500, True)
+    assert list(made.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- exports
