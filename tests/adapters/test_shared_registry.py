@@ -743,6 +743,60 @@ def test_a_database_that_was_restored_is_read_again(
     one.bench.check_idle()
 
 
+@pytest.mark.parametrize("by", ["one that knew", "one that did not"])
+def test_ids_of_a_restored_database_come_no_second_time(
+    begin: Callable[..., Server], cluster: postgres.Cluster, url: str, by: str
+) -> None:
+    """What still runs has its id: another adapter of the same id was answered with its weights."""
+    one, other = begin(), begin()
+    one.registry.load("a", "/a")
+    one.registry.load("secret", "/secret")
+    held = other.registry.acquire("secret")
+    cluster.sql(
+        "BEGIN; DELETE FROM versions WHERE name = 'secret'; DELETE FROM names WHERE name = 'secret'; "
+        "DELETE FROM changes; UPDATE about SET value = '1' WHERE key IN ('sequence', 'last_adapter_id'); "
+        "UPDATE servers SET at = at - interval '1 hour'; COMMIT",
+        url,
+    )
+    if by == "one that did not":
+        until(lambda: other.sees("secret", None))
+        until(lambda: cluster.sql("SELECT value FROM about WHERE key = 'last_adapter_id'", url) == [("2",)])
+        one = begin()
+    one.registry.load("mine", "/mine")
+    until(lambda: other.sees("mine", "/mine"))
+    assert other.sees("secret", None)
+    mine = other.registry.resolve("mine")
+    assert mine.adapter_id > held.adapter_id
+    other.registry.release(held)
+    assert other.registry.resolve("mine") == mine
+    agree(one, other)
+    other.bench.check_idle()
+
+
+def test_a_name_whose_id_is_anothers_here_means_nothing(
+    begin: Callable[..., Server], cluster: postgres.Cluster, url: str
+) -> None:
+    """Whatever wrote it there."""
+    one = begin()
+    one.registry.load("a", "/a")
+    one.registry.load("b", "/b")
+    held = one.registry.acquire("a")
+    one.registry.unload("a")
+    cluster.sql(
+        "BEGIN; UPDATE versions SET adapter_id = 1 WHERE name = 'b'; "
+        "INSERT INTO changes SELECT value::bigint + 1, 'b' FROM about WHERE key = 'sequence'; "
+        "UPDATE about SET value = (value::bigint + 1)::text WHERE key = 'sequence'; COMMIT",
+        url,
+    )
+    until(lambda: "b" in one.journal._damaged)
+    with pytest.raises(LoraplexError):
+        one.registry.acquire("b")
+    one.registry.release(held)
+    one.registry.load("b", "/b")
+    assert one.sees("b", "/b")
+    one.bench.check_idle()
+
+
 # --------------------------------------------------------------------------------------------------- starts and secrets
 
 

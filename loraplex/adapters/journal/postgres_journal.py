@@ -27,6 +27,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from typing import Any, cast
 
@@ -122,6 +123,8 @@ class PostgresJournal(SharedJournal):
         self.last_adapter_id = max(
             (version.adapter_id for record in self.names.values() for version in record.versions), default=0
         )
+        self._last_id = self.last_adapter_id
+        self._beat_at: datetime | None = None
         self._heard_s = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"loraplex-registry-{name}", daemon=True)
@@ -214,9 +217,16 @@ class PostgresJournal(SharedJournal):
         session = _driver_of(connection)
         while not self._is_closed.is_set():
             began_s = self._asked_s = time.monotonic()
-            at_least = max(self._seen, self._applied)  # before the question: a turn of this server may end meanwhile
-            sequence = tables.beat(connection, self._server, self._seen, self._applied)
-            if sequence < at_least or sequence > self._seen or self._unsure:
+            # before the question: a turn of this server may end meanwhile
+            at_least, known_id = float(max(self._seen, self._applied)), self._last_id
+            beat = tables.beat(connection, self._server, self._seen, self._applied)
+            if self._beat_at is not None and (beat.before is None or beat.before < self._beat_at):
+                at_least = math.inf  # turns that came after the restore may have the numbers of those before it
+            self._beat_at = beat.now
+            if not _is_at_least(beat.last_adapter_id, known_id):
+                _log.warning("database %s has an older last adapter_id: it is raised", self._database.place)
+                tables.raise_last_adapter_id(connection, beat.last_adapter_id, known_id)
+            if beat.sequence < at_least or beat.sequence > self._seen or self._unsure:
                 self._learn(connection, at_least)
             self._heard_s, self._asked_s = began_s, None
             if self._is_away:
@@ -227,7 +237,7 @@ class PostgresJournal(SharedJournal):
             if num_notices > MAX_NOTICES:
                 return
 
-    def _learn(self, connection: sa.Connection, at_least: int) -> None:
+    def _learn(self, connection: sa.Connection, at_least: float) -> None:
         with self._facts:
             unsure = frozenset(self._unsure)
         with _at_one_moment(connection):
@@ -287,12 +297,14 @@ class PostgresJournal(SharedJournal):
             else:
                 self._known.add(name)
                 self._counted.setdefault(name, record.usage.num_requests)
+                self._last_id = max(self._last_id, *(each.adapter_id for each in record.versions))
         try:
-            self._apply(changes, patience_s)
+            refused = self._apply(changes, patience_s)
         except Exception:  # a bug: the names stay refused, and the others are followed
             _log.exception("%d changes of other servers could not be applied", len(changes))
-            with self._facts:
-                self._damaged.update({change.name: "it could not be applied" for change in changes})
+            refused = [change.name for change in changes]
+        with self._facts:
+            self._damaged.update(dict.fromkeys(refused, "it could not be applied"))
 
     # ------------------------------------------------------------------------------------------------------- the writer
 
@@ -377,7 +389,8 @@ class PostgresJournal(SharedJournal):
     def take_adapter_id(self) -> int:
         self._refuse_when_away()
         with self._mutex, self._session_of_writer() as connection:
-            return tables.take_adapter_id(connection)
+            self._last_id = tables.take_adapter_id(connection, self._last_id)
+            return self._last_id
 
     @contextmanager
     def alone_on(self, name: str) -> Iterator[None]:
@@ -495,6 +508,10 @@ def _at_one_moment(connection: sa.Connection) -> Iterator[None]:
     connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     yield
     connection.exec_driver_sql("COMMIT")
+
+
+def _is_at_least(written: str, known_id: int) -> bool:
+    return written.isascii() and written.isdigit() and len(written) < 19 and int(written) >= known_id
 
 
 def _cut(connection: sa.Connection | None) -> None:

@@ -1,9 +1,10 @@
 """The tables of a registry in PostgreSQL: the journal's own, a log of what changed in which turn, and texts.
 
 A turn has a number, `sequence`. A server that has seen turn N learns of all that came later by the names that the log
-has after N; their rows are what they are now. The log keeps the last KEPT_TURNS; a server that was away for longer, or
-finds a smaller number (the database was restored), reads everything. Each server says in `servers` which turns it has
-read and which its names have, several times a second.
+has after N; their rows are what they are now. The log keeps the last KEPT_TURNS; a server that was away for longer
+reads everything. Each server says in `servers` which turns it has read and which its names have, several times a
+second. One that finds a smaller number, or an older row of its own, reads everything, too: the database was restored.
+Ids of adapters that it knows come no second time then: what still runs has them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -116,14 +118,26 @@ def sequence_of(connection: sa.Connection, *, is_locked: bool = False) -> int:
     return int(connection.execute(query.with_for_update() if is_locked else query).scalar_one())
 
 
-def beat(connection: sa.Connection, server: str, seen: int, applied: int) -> int:
-    """This server is there, and has so much. The number of the last turn."""
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """sequence: the number of the last turn. last_adapter_id: as it is written. before, now: the times of this server's
+    row, by the database's clock; before is None where there was no row."""
+
+    sequence: int
+    last_adapter_id: str
+    before: datetime | None
+    now: datetime
+
+
+def beat(connection: sa.Connection, server: str, seen: int, applied: int) -> Beat:
+    """This server is there, and has so much."""
     query = sa.text(
         "WITH beat AS (INSERT INTO servers (id, seen, applied, at) VALUES (:id, :seen, :applied, clock_timestamp()) "
-        "ON CONFLICT (id) DO UPDATE SET seen = EXCLUDED.seen, applied = EXCLUDED.applied, at = EXCLUDED.at) "
-        "SELECT value::bigint FROM about WHERE key = 'sequence'"
+        "ON CONFLICT (id) DO UPDATE SET seen = EXCLUDED.seen, applied = EXCLUDED.applied, at = EXCLUDED.at "
+        "RETURNING at) SELECT (SELECT value::bigint FROM about WHERE key = 'sequence'), "
+        "(SELECT value FROM about WHERE key = 'last_adapter_id'), (SELECT at FROM servers WHERE id = :id), at FROM beat"
     )
-    return int(connection.execute(query, {"id": server, "seen": seen, "applied": applied}).scalar_one())
+    return Beat(*connection.execute(query, {"id": server, "seen": seen, "applied": applied}).one())
 
 
 def join_servers(connection: sa.Connection, server: str, applied: int) -> None:
@@ -158,11 +172,19 @@ def unlock_verb(connection: sa.Connection, name: str) -> None:
     connection.execute(sa.text(f"SELECT pg_advisory_unlock({_KEY.format(':name')})"), {"name": name})
 
 
-def take_adapter_id(connection: sa.Connection) -> int:
+def take_adapter_id(connection: sa.Connection, known: int) -> int:
+    """known: one that was used, whatever the database says: it may have been restored."""
     query = sa.text(
-        "UPDATE about SET value = (value::bigint + 1)::text WHERE key = 'last_adapter_id' RETURNING value::bigint"
+        "UPDATE about SET value = (greatest(value::bigint, :known) + 1)::text "
+        "WHERE key = 'last_adapter_id' RETURNING value::bigint"
     )
-    return int(connection.execute(query).scalar_one())
+    return int(connection.execute(query, {"known": known}).scalar_one())
+
+
+def raise_last_adapter_id(connection: sa.Connection, written: str, known: int) -> None:
+    """From what was read, unless another server has raised it meanwhile."""
+    is_last = (ABOUT_TABLE.c.key == "last_adapter_id") & (ABOUT_TABLE.c.value == written)
+    connection.execute(ABOUT_TABLE.update().where(is_last).values(value=str(known)))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -181,11 +203,11 @@ def read_all(connection: sa.Connection, known: Iterable[str] = ()) -> News:
 
 
 def read_news(
-    connection: sa.Connection, seen: int, known: Collection[str], unsure: Collection[str], at_least: int
+    connection: sa.Connection, seen: int, known: Collection[str], unsure: Collection[str], at_least: float
 ) -> News:
     """What changed after turn `seen`, and what the unsure names are. In one transaction that sees one moment.
 
-    at_least: the number of a turn that was there already.
+    at_least: the number of a turn that was there already; inf: the database was restored.
     """
     sequence = sequence_of(connection)
     query = sa.select(CHANGES_TABLE.c.name).where(CHANGES_TABLE.c.sequence > seen).distinct()

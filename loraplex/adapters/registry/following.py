@@ -73,9 +73,12 @@ class Following:
         self.apply(changes, 0.0)
         shared.follow(self.apply)
 
-    def apply(self, changes: Sequence[NameChange], patience_s: float) -> None:
-        """Make these names what another server made them. Waits `patience_s` at most for files to come."""
+    def apply(self, changes: Sequence[NameChange], patience_s: float) -> Collection[str]:
+        """Make these names what another server made them. Waits `patience_s` at most for files to come. The names whose
+        ids are others' here."""
         changes = [change for change in changes if self._may_have(change)]
+        taken = {change.name for change in changes if self._is_taken(change)}
+        changes = [NameChange(each.name, None) if each.name in taken else each for each in changes]
         fresh = self._bring(changes, patience_s)
         self._lift_pins(changes)
         table = self._names.table
@@ -93,6 +96,7 @@ class Following:
         self._fetch_later(left)
         for change in changes:
             self._tell(change, before[change.name], aliases[change.name])
+        return taken
 
     def _may_have(self, change: NameChange) -> bool:
         """A server whose base model has another name in the API may have given this one's to an adapter."""
@@ -103,6 +107,19 @@ class Following:
             _log.error("adapter %r of another server is not served here: %s", change.name, error)
             return False
         return True
+
+    def _is_taken(self, change: NameChange) -> bool:
+        """Requests of an adapter may still run whose id a restored journal gave again: nothing else may mean it."""
+        with self._names.lock:
+            for record in () if change.record is None else self._kept(change.record):
+                found = self._names.table.find(record.adapter_id)
+                if found is not None and (found.ref.adapter_name, found.ref.adapter_digest) != (
+                    change.name,
+                    record.digest,
+                ):
+                    _log.error("adapter %r of another server has an id that is in use here; load it again", change.name)
+                    return True
+        return False
 
     def _kept(self, record: NameRecord) -> tuple[VersionRecord, ...]:
         return record.versions[: self._names.table.max_versions_kept]

@@ -6,7 +6,7 @@ import enum
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -150,8 +150,9 @@ class DatabaseHealth:
     away_s: float
 
 
-Apply = Callable[[Sequence[NameChange], float], None]
-"""Makes names what another server made them; waits so many seconds at most for files that are not here yet."""
+Apply = Callable[[Sequence[NameChange], float], Collection[str]]
+"""Makes names what another server made them; waits so many seconds at most for files that are not here yet. The names
+that cannot be what the journal says: they mean nothing."""
 
 Write = Callable[[Sequence[NameChange]], None]
 
