@@ -228,7 +228,7 @@ class KeyedServer:
                 [
                     *(sys.executable, "-m", "loraplex", "serve", str(assets_path() / "base"), *flags),
                     *("--served-model-name", "demo", "--lora-modules", f"upper={adapter_path('upper')}"),
-                    *("--state-dir", str(self.state), "--api-key-file", str(keys)),
+                    *("--state-dir", str(self.state), "--api-key-file", str(keys), "--no-standby-engine"),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

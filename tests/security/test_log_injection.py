@@ -40,7 +40,7 @@ class Server:
 @contextlib.contextmanager
 def serve(*options: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "loraplex", "serve", str(assets_path() / "base"), "--served-model-name", "demo"]
-    command += ["--port", "0", "--log-level", "debug", "--num-threads", "1", *options]
+    command += ["--port", "0", "--log-level", "debug", "--num-threads", "1", "--no-standby-engine", *options]
     environment = {**os.environ, "LORAPLEX_API_KEY": KEY}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
@@ -131,6 +131,6 @@ def test_every_line_is_an_object_that_names_its_request(tmp_path: Path) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Engine processes: the one that serves and the one that stands by."""
+    """Engine processes."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(each) for each in found if b"frontend.process" in Path(f"/proc/{each}/cmdline").read_bytes()]
