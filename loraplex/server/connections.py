@@ -140,7 +140,7 @@ class Connections:
         self.answers = HeldAnswers(MAX_UNREAD_BYTES, partial(self._cut, "answers", MAX_UNREAD_BYTES))
         self.outputs = HeldAnswers(MAX_OUTPUT_BYTES, partial(self._cut, "log probabilities", MAX_OUTPUT_BYTES))
         self.turns = Turns()
-        self.open_turns = Turns(OPEN_PATHS_A_TURN, is_latest_first=True)
+        self.open_turns = TurnsBySource(OPEN_PATHS_A_TURN)
         self.handshake_turns = TurnsBySource()
         self.ends = Turns()
         self.slices = TimeSlices()

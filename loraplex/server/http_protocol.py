@@ -286,7 +286,11 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             scope["client"] = (address, 0)
         connections = self.server_connections
         try:
-            await (connections.open_turns if scope["path"] in OPEN_PATHS else connections.turns).next()
+            if scope["path"] in OPEN_PATHS:
+                source = str((scope["client"] or [""])[0])
+                await connections.open_turns.next(source, lambda: not self.transport.is_closing())
+            else:
+                await connections.turns.next()
             if self.flow.write_paused:
                 self.flow.pause_reading()
                 await self.flow.drain()
@@ -301,6 +305,8 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             scope[LET_GO] = partial(self._let_go, incoming)
             connections.begin_outputs(self, incoming.client or "")
             await app(scope, partial(self._receive_message, receive), partial(self._send, incoming, send))
+        except ConnectionAbortedError:  # its client was gone when its turn came
+            self._disconnect(incoming)
         except asyncio.CancelledError:
             self._cut(incoming)
         finally:

@@ -10,6 +10,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -34,12 +35,10 @@ class Turns:
     """For work of some milliseconds in the event loop: so many in each of its turns, in the order in which they came.
 
     Else a hundred requests that come at once would run one after the other before the loop sees anything else.
-    is_latest_first: the other order, in which a flood that came before a probe does not delay it.
     """
 
-    def __init__(self, num_a_turn: int = 1, *, is_latest_first: bool = False) -> None:
+    def __init__(self, num_a_turn: int = 1) -> None:
         self._num_a_turn = num_a_turn
-        self._is_latest_first = is_latest_first
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
@@ -52,29 +51,44 @@ class Turns:
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         for _ in range(min(self._num_a_turn, len(self._waiting))):
-            turn = self._waiting.pop() if self._is_latest_first else self._waiting.popleft()
+            turn = self._waiting.popleft()
             if not turn.done():  # its request may have been cancelled
                 turn.set_result(None)
         if self._waiting:
             loop.call_soon(self._begin, loop)
 
 
-class TurnsBySource:
-    """The same for work that clients without a key bring: one in each turn of the event loop, by source in rotation.
+@dataclass(slots=True)
+class _OfSource:
+    """waiting: what asks whether a client is there, oldest first."""
 
-    So a source with one piece of work waits for at most one of each other. Of a source the latest is first. Work whose
-    client is gone takes no turn; LOOKS_A_TURN clients are looked at between two others.
+    waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
+    takes_oldest: bool = False
+
+    def take(self) -> tuple[asyncio.Future[None], Callable[[], bool]]:
+        turn = next(iter(self.waiting if self.takes_oldest else reversed(self.waiting)))
+        self.takes_oldest = not self.takes_oldest
+        return turn, self.waiting.pop(turn)
+
+
+class TurnsBySource:
+    """The same for work that clients without a key bring, by source in rotation.
+
+    So a source with one piece of work waits for at most one of each other. Of a source the latest and the oldest are
+    taken in turns: a flood delays neither what comes after it, nor, going on, what came before. Work whose client is
+    gone takes no turn; LOOKS_A_TURN clients are looked at between two others.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[str, dict[asyncio.Future[None], Callable[[], bool]]] = {}  # by source, the next one first
+    def __init__(self, num_a_turn: int = 1) -> None:
+        self._num_a_turn = num_a_turn
+        self._sources: dict[str, _OfSource] = {}  # the next one first
         self._is_due = False
 
     async def next(self, source: str, is_there: Callable[[], bool]) -> None:
         """ConnectionAbortedError: `is_there`, asked when the turn comes, has said that the client is gone."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        self._waiting.setdefault(source, {})[turn] = is_there
+        self._sources.setdefault(source, _OfSource()).waiting[turn] = is_there
         if not self._is_due:
             self._is_due = True
             loop.call_soon(self._begin, loop)
@@ -84,41 +98,43 @@ class TurnsBySource:
             self._forget(source, turn)  # it was cancelled
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        num_looks, has_begun = 0, False
-        while self._waiting and num_looks < LOOKS_A_TURN and not has_begun:
-            source, of_source = next(iter(self._waiting.items()))
-            turn, is_there = of_source.popitem()
-            del self._waiting[source]
-            if of_source:
-                self._waiting[source] = of_source
+        num_looks, num_begun = 0, 0
+        while self._sources and num_looks < LOOKS_A_TURN and num_begun < self._num_a_turn:
+            source, of_source = next(iter(self._sources.items()))
+            turn, is_there = of_source.take()
+            del self._sources[source]
+            if of_source.waiting:
+                self._sources[source] = of_source
             if turn.done():
                 continue
             num_looks += 1
-            has_begun = is_there()
-            if has_begun:
+            if is_there():
+                num_begun += 1
                 turn.set_result(None)
             else:
                 turn.set_exception(ConnectionAbortedError())
-        self._is_due = bool(self._waiting)
+        self._is_due = bool(self._sources)
         if self._is_due:
             loop.call_soon(self._begin, loop)
 
     def _forget(self, source: str, turn: asyncio.Future[None]) -> None:
-        of_source = self._waiting.get(source, {})
-        if of_source.pop(turn, None) is not None and not of_source:
-            del self._waiting[source]
+        of_source = self._sources.get(source)
+        if of_source is not None and of_source.waiting.pop(turn, None) is not None and not of_source.waiting:
+            del self._sources[source]
 
 
 class TimeSlices:
     """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later.
 
-    The latest short work first, so that a flood does not delay what comes after it; then long work in its order.
+    In rotation: the latest short work, the oldest, and of long work the oldest. So a flood delays neither what comes
+    after it, nor, going on, what came before.
     """
 
     def __init__(self, seconds: float = SLICE_S) -> None:
         self.seconds = seconds
         self._spent_s = 0.0
         self._is_turn_due = self._is_working = False
+        self._num_taken = 0
         self._short: deque[Callable[[], None]] = deque()
         self._long: deque[Callable[[], None]] = deque()
 
@@ -136,11 +152,17 @@ class TimeSlices:
         try:
             while (self._short or self._long) and self._spent_s < self.seconds:
                 began_s = time.perf_counter()
-                work = self._short.pop() if self._short else self._long.popleft()
-                work()
+                self._take()()
                 self._spent_s += time.perf_counter() - began_s
         finally:
             self._is_working = False
+
+    def _take(self) -> Callable[[], None]:
+        self._num_taken += 1
+        place = self._num_taken % 3
+        if self._long and (place == 0 or not self._short):
+            return self._long.popleft()
+        return self._short.popleft() if place == 2 else self._short.pop()
 
     def _begin_turn(self) -> None:
         self._spent_s, self._is_turn_due = 0.0, False

@@ -25,7 +25,7 @@ from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
 from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
-from loraplex.server.pacing import LOOKS_A_TURN, TimeSlices, Turns, TurnsBySource
+from loraplex.server.pacing import LOOKS_A_TURN, TimeSlices, TurnsBySource
 from loraplex.server.schemas import CompletionRequest
 from loraplex.server.streaming import merge
 from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
@@ -224,24 +224,44 @@ async def test_requests_whose_clients_go_at_once_end_one_by_one(turns: TurnCount
     assert set(turns.happened.values()) == {1}
 
 
-async def test_the_latest_probe_is_answered_before_a_flood() -> None:
-    open_turns, order = Turns(4, is_latest_first=True), list[int]()
+@pytest.mark.parametrize("source", ["the flood's", "its own"])
+async def test_a_probe_is_answered_before_a_flood_that_was_there(source: str) -> None:
+    open_turns, order = TurnsBySource(4), list[int]()
 
-    async def ask(number: int) -> None:
-        await open_turns.next()
+    async def ask(number: int, source: str) -> None:
+        await open_turns.next(source, lambda: True)
         order.append(number)
 
-    flood = [asyncio.ensure_future(ask(number)) for number in range(100)]
+    flood = [asyncio.ensure_future(ask(number, "the flood's")) for number in range(100)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await asyncio.ensure_future(ask(-1))
+    await asyncio.ensure_future(ask(-1, source))
     assert len(order) <= 16
     await asyncio.gather(*flood)
     assert sorted(order) == [-1, *range(100)]
 
 
+@pytest.mark.parametrize("source", ["the flood's", "its own"])
+async def test_a_flood_that_goes_on_starves_no_probe(source: str) -> None:
+    """The latest was always first: four new requests in each turn, without a key, kept a probe waiting for ever."""
+    open_turns, order = TurnsBySource(4), list[int]()
+
+    async def ask(number: int, source: str) -> None:
+        await open_turns.next(source, lambda: True)
+        order.append(number)
+
+    flood = [asyncio.ensure_future(ask(number, "the flood's")) for number in range(20)]
+    await asyncio.sleep(0)
+    probe = asyncio.ensure_future(ask(-1, source))
+    for turn in range(100):
+        flood += [asyncio.ensure_future(ask(100 * turn + number, "the flood's")) for number in range(6)]
+        await asyncio.sleep(0)
+    assert probe.done()
+    await asyncio.gather(*flood)
+
+
 async def test_work_begins_in_turns_by_source(turns: TurnCounter) -> None:
-    """Of a flood, the latest is first; a source with one waits for one of each other."""
+    """Of a flood, the latest and the oldest are taken in turns; a source with one waits for one of each other."""
     by_source, order = TurnsBySource(), list[str]()
 
     async def ask(source: str, number: int) -> None:
@@ -257,9 +277,10 @@ async def test_work_begins_in_turns_by_source(turns: TurnCounter) -> None:
     cut.cancel()
     flood[0].cancel()
     await alone
-    assert order == ["a39", "b39", "a38", "c0"]  # a39 had begun
+    assert order == ["a39", "b39", "a1", "c0"]  # a39 had begun, a0 was cut
     await asyncio.gather(*flood, cut, return_exceptions=True)
-    assert [each for each in order if each[0] == "a"] == [f"a{number}" for number in range(39, 0, -1)]
+    both_ends = [number for pair in zip(range(39, 20, -1), range(1, 20), strict=True) for number in pair] + [20]
+    assert [each for each in order if each[0] == "a"] == [f"a{number}" for number in both_ends]
     assert len(order) == 80
     assert set(turns.happened.values()) == {1}
 
@@ -300,7 +321,7 @@ async def test_work_whose_client_is_gone_takes_no_turn(turns: TurnCounter) -> No
     assert len(looked) <= 4
 
 
-async def test_short_work_is_done_latest_first(turns: TurnCounter) -> None:
+async def test_short_work_is_done_from_both_ends(turns: TurnCounter) -> None:
     slices, done = TimeSlices(1e-9), list[int]()  # one piece of work in each turn
 
     def work(number: int) -> None:
@@ -311,8 +332,20 @@ async def test_short_work_is_done_latest_first(turns: TurnCounter) -> None:
         slices.run(partial(work, number), is_short=True)
     while len(done) < 5:
         await asyncio.sleep(0)
-    assert done == [0, 4, 3, 2, 1]
+    assert done == [0, 1, 4, 3, 2]
     assert set(turns.happened.values()) == {1}
+
+
+async def test_short_work_that_goes_on_starves_neither_older_nor_long_work() -> None:
+    slices, done = TimeSlices(1e-9), list[str]()
+    for name in ("old", "older", "oldest"):
+        slices.run(partial(done.append, name), is_short=True)
+    slices.run(partial(done.append, "long"), is_short=False)
+    for turn in range(30):
+        slices.run(partial(done.append, f"new {turn}"), is_short=True)
+        slices.run(partial(done.append, f"newer {turn}"), is_short=True)
+        await asyncio.sleep(0)
+    assert {"old", "older", "oldest", "long"} <= set(done)
 
 
 @pytest.mark.parametrize("has_own_defaults", [False, True])
