@@ -54,7 +54,8 @@ LET_GO = "loraplex.let_go"
 hold_outputs: ContextVar[Callable[[int], None] | None] = ContextVar("hold_outputs", default=None)
 """Of the request that is answered: takes how many bytes its outputs have in memory now."""
 
-OPEN_PATHS_A_TURN = 4
+KEYLESS_A_TURN = 4
+"""Probes, and what is refused: short."""
 
 
 class Refusal(enum.StrEnum):
@@ -139,14 +140,21 @@ class Connections:
         self._waiting = SharedBytes(MAX_WAITING_BYTES)
         self.answers = HeldAnswers(MAX_UNREAD_BYTES, partial(self._cut, "answers", MAX_UNREAD_BYTES))
         self.outputs = HeldAnswers(MAX_OUTPUT_BYTES, partial(self._cut, "log probabilities", MAX_OUTPUT_BYTES))
-        self.turns = Turns()
-        self.open_turns = TurnsBySource(OPEN_PATHS_A_TURN)
+        self.turns_of_clients = TurnsBySource(in_order=True)
+        self.turns_without_key = TurnsBySource(KEYLESS_A_TURN)
         self.handshake_turns = TurnsBySource()
         self.ends = Turns()
         self.slices = TimeSlices()
         self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
+
+    async def turn(self, client: str | None, address: tuple[str, int] | None, is_there: Callable[[], bool]) -> None:
+        """Until a request may begin. None: it has no key, or needs none. ConnectionAbortedError: its client is gone."""
+        if client is None:
+            await self.turns_without_key.next(source_of(address[0] if address else ""), is_there)
+        else:
+            await self.turns_of_clients.next(client, is_there)
 
     @property
     def num_open(self) -> int:

@@ -42,7 +42,7 @@ from loraplex.server.config import ServerConfig
 from loraplex.server.connections import LET_GO, Connections, Refusal, Slot, account_of, forwarded_for, too_many_bodies
 from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads
 from loraplex.server.request_id import RequestIdMiddleware, closing_answer
-from loraplex.server.urls import fault_of_url
+from loraplex.server.urls import fault_of_head
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
@@ -243,7 +243,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         if self._num_stuck_bytes > limit and self._head_bytes() > limit:
             self._refuse_length()
             raise ConnectionAbortedError
-        if fault := self._fault_of_head():
+        if fault := fault_of_head(self.parser.get_http_version(), self.parser.get_method(), self.url, self.headers):
             self._refuse(Refusal.NOT_HTTP, ApiError(fault))
             raise ConnectionAbortedError
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -286,11 +286,8 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             scope["client"] = (address, 0)
         connections = self.server_connections
         try:
-            if scope["path"] in OPEN_PATHS:
-                source = str((scope["client"] or [""])[0])
-                await connections.open_turns.next(source, lambda: not self.transport.is_closing())
-            else:
-                await connections.turns.next()
+            client = None if scope["path"] in OPEN_PATHS else incoming.client
+            await connections.turn(client, scope["client"], lambda: not self.transport.is_closing())
             if self.flow.write_paused:
                 self.flow.pause_reading()
                 await self.flow.drain()
@@ -450,17 +447,6 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
-
-    def _fault_of_head(self) -> str | None:
-        version = self.parser.get_http_version()
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if self.parser.get_method() == b"CONNECT":
-            return "this server is no proxy: CONNECT is not served"
-        if version not in ("1.0", "1.1"):
-            return f"HTTP/{version} is not spoken here: send HTTP/1.1"
-        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
-            return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
-        return fault_of_url(self.url)
 
     # --------------------------------------------------------------------------------------------------------- refusals
 

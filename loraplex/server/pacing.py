@@ -62,25 +62,26 @@ class Turns:
 class _OfSource:
     """waiting: what asks whether a client is there, oldest first."""
 
+    takes_oldest: bool
     waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
-    takes_oldest: bool = False
 
-    def take(self) -> tuple[asyncio.Future[None], Callable[[], bool]]:
+    def take(self, in_order: bool) -> tuple[asyncio.Future[None], Callable[[], bool]]:
         turn = next(iter(self.waiting if self.takes_oldest else reversed(self.waiting)))
-        self.takes_oldest = not self.takes_oldest
+        self.takes_oldest = in_order or not self.takes_oldest
         return turn, self.waiting.pop(turn)
 
 
 class TurnsBySource:
-    """The same for work that clients without a key bring, by source in rotation.
+    """The same by source, an address or a client with a key, in rotation.
 
     So a source with one piece of work waits for at most one of each other. Of a source the latest and the oldest are
-    taken in turns: a flood delays neither what comes after it, nor, going on, what came before. Work whose client is
-    gone takes no turn; LOOKS_A_TURN clients are looked at between two others.
+    taken in turns: a flood delays neither what comes after it, nor, going on, what came before. in_order: the oldest.
+    Work whose client is gone takes no turn; LOOKS_A_TURN clients are looked at between two others.
     """
 
-    def __init__(self, num_a_turn: int = 1) -> None:
+    def __init__(self, num_a_turn: int = 1, *, in_order: bool = False) -> None:
         self._num_a_turn = num_a_turn
+        self._in_order = in_order
         self._sources: dict[str, _OfSource] = {}  # the next one first
         self._is_due = False
 
@@ -88,7 +89,7 @@ class TurnsBySource:
         """ConnectionAbortedError: `is_there`, asked when the turn comes, has said that the client is gone."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        self._sources.setdefault(source, _OfSource()).waiting[turn] = is_there
+        self._sources.setdefault(source, _OfSource(self._in_order)).waiting[turn] = is_there
         if not self._is_due:
             self._is_due = True
             loop.call_soon(self._begin, loop)
@@ -101,7 +102,7 @@ class TurnsBySource:
         num_looks, num_begun = 0, 0
         while self._sources and num_looks < LOOKS_A_TURN and num_begun < self._num_a_turn:
             source, of_source = next(iter(self._sources.items()))
-            turn, is_there = of_source.take()
+            turn, is_there = of_source.take(self._in_order)
             del self._sources[source]
             if of_source.waiting:
                 self._sources[source] = of_source

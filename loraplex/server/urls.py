@@ -1,4 +1,5 @@
-"""Paths: one trailing slash more is the same path, and a path that no route has is answered with the nearest one."""
+"""Heads that are not taken; paths: one trailing slash more is the same path, and a path that no route has is answered
+with the nearest one."""
 
 from __future__ import annotations
 
@@ -129,6 +130,23 @@ class KnownUrls:
         """All that a path has, of whichever route."""
         found = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
         return ", ".join(sorted(found))
+
+
+def fault_of_head(version: str, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """headers: names in lower case. What the parser refuses is refused before, such as two lengths of a body."""
+    num_hosts = sum(name == b"host" for name, _ in headers)
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if method == b"CONNECT":
+        return "this server is no proxy: CONNECT is not served"
+    if version not in ("1.0", "1.1"):
+        return f"HTTP/{version} is not spoken here: send HTTP/1.1"
+    if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+        return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
+    if codings and version == "1.0":
+        return "HTTP/1.0 has no Transfer-Encoding: send Content-Length, or HTTP/1.1"
+    if codings and codings != [b"chunked"]:
+        return "the only Transfer-Encoding is chunked here: send the body as it is"
+    return fault_of_url(url)
 
 
 def fault_of_url(url: bytes) -> str | None:

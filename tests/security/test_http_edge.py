@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from loraplex.server.connections import forwarded_for
+from loraplex.server import ServerConfig
+from loraplex.server.connections import Connections, forwarded_for
 from loraplex.server.http_protocol import MAX_PIPELINED, PARSED_BYTES
 from loraplex.server.urls import MAX_PATH_BYTES, MAX_QUERY_PARAMETERS
 from tests.server.raw_connection import Connection
@@ -90,11 +91,11 @@ async def test_requests_that_come_at_once_begin_one_after_the_other() -> None:
 
     clients = [shared, *(Connection() for _ in range(20))]
     for index, client in enumerate(clients):
-        client.protocol.server_connections.turns = shared.connections.turns
+        client.protocol.server_connections.turns_of_clients = shared.connections.turns_of_clients
         client.protocol.app = app
         client.feed(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % index)
     last = Connection()
-    last.protocol.server_connections.turns = shared.connections.turns
+    last.protocol.server_connections.turns_of_clients = shared.connections.turns_of_clients
     last.protocol.app = app
     last.feed(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
     for client in (*clients, last):
@@ -102,6 +103,23 @@ async def test_requests_that_come_at_once_begin_one_after_the_other() -> None:
         client.protocol.connection_lost(None)
     assert [path for path in order if path != "/health"] == [f"/{index}" for index in range(len(clients))]
     assert order.index("/health") < 5
+
+
+async def test_requests_without_a_key_and_of_other_clients_delay_none_that_has_one() -> None:
+    """All were in one queue: two thousand connections without a key held a request of a key for seconds."""
+    connections, order = Connections(ServerConfig(), 10_000), list[str]()
+
+    async def begin(client: str | None) -> None:
+        await connections.turn(client, ("10.0.0.1", 1), lambda: True)
+        order.append(client or "none")
+
+    flood = [asyncio.ensure_future(begin(client)) for _ in range(500) for client in (None, "one")]
+    await asyncio.sleep(0)
+    await begin("two")
+    assert order.count("one") <= 2
+    assert order.count("none") <= 12
+    await asyncio.gather(*flood)
+    assert len(order) == 1001
 
 
 async def test_what_came_on_a_connection_is_parsed_in_pieces_between_others() -> None:
