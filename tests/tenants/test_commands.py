@@ -105,6 +105,7 @@ def test_what_is_given_is_what_is_stored(run: Run, state_dir: Path) -> None:
         "--tokens-per-minute": "9",
         "--concurrency": "3",
         "--max-context": "4",
+        "--connections": "5",
     }
     assert run("tenant", "create", "acme", *(word for pair in limits.items() for word in pair), *place)[0] == 0
     assert run("key", "create", "acme", "--role", "read-only", *place)[0] == 0
@@ -117,5 +118,6 @@ def test_what_is_given_is_what_is_stored(run: Run, state_dir: Path) -> None:
             tokens_per_minute=9,
             concurrency=3,
             max_context=4,
+            connections=5,
         )
         assert [key.role for key in store.keys_of("acme")] == [Role.READ_ONLY]
