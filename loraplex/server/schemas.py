@@ -216,7 +216,12 @@ class SamplingFields(RequestModel):
     structured_outputs: FreeObject | None = None
     guided_json: Annotated[FreeJson, documented(type=["object", "string"])] | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    guided_choice: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+        ]
+        | None
+    ) = None
     guided_grammar: str | None = None
 
     hints: ClassVar[frozenset[str]] = frozenset(
