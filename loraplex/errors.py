@@ -35,7 +35,8 @@
     |   |-- AdapterUnavailableError      503  its files are gone, on their way or out of date, or no template runs now
     |   `-- AdapterFaultError            503  its weights or results were damaged, being restored; has `retry_after_s`
     |-- TenantError                      400
-    |   |-- TenantNotFoundError          404  no such tenant, or no such key
+    |   |-- TenantNotFoundError          404  no such tenant
+    |   |-- KeyNotFoundError             404  no key of that id
     |   |-- TenantConflictError          409  the name was given already, or there is no room for more
     |   |-- TenantForbiddenError         403  a key may not do this, or not to this adapter
     |   `-- TenantLimitError             429  a limit of the tenant is reached; has `retry_after_s` and `limit`
@@ -295,6 +296,11 @@ class TenantError(LoraplexError):
 
 
 class TenantNotFoundError(TenantError):
+    http_status = 404
+    kind = "not_found_error"
+
+
+class KeyNotFoundError(TenantError):
     http_status = 404
     kind = "not_found_error"
 

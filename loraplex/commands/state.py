@@ -36,8 +36,10 @@ def repair_state(directory: Path, /) -> int:
         The --state-dir of a server that does not run now.
     """
     from loraplex.adapters.journal import repair
+    from loraplex.tenants.audit import recording
 
-    report = repair.repair_state(directory)
+    with recording("state repair", directory):
+        report = repair.repair_state(directory)
     print(report.describe())
     if report.is_whole:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from msgspec import UNSET, UnsetType
 
@@ -49,6 +50,7 @@ class ChatRenderer:
         self._generation = generation
         self._texts = TokenTexts(tokenizer_of(generation.items[0].target.text), request.return_tokens_as_token_ids)
         self._cursors = [Cursor() for _ in range(request.n)]
+        self._thoughts = ["" for _ in range(request.n)]  # held until they are over, without stream_reasoning
         self._parsers = [reading.new_parser() for _ in range(request.n)]
         self.work_a_token = WORK_OF_PARSERS if any(self._parsers) else 1
         self._usage = UsageCounter(shows_cached=generation.shows_cached_tokens)
@@ -151,7 +153,8 @@ class ChatRenderer:
 
     def _chunk_choice(self, completion: CompletionOutput, delta: Delta, room: AnswerRoom) -> ChatChunkChoice | None:
         """None while a parser holds all of it back: it may be part of a call."""
-        is_finished, said = completion.finish_reason is not None, self._said(completion, delta)
+        is_finished = completion.finish_reason is not None
+        said = self._with_whole_thoughts(completion.index, self._said(completion, delta), is_finished)
         if not (said or is_finished or self._request.logprobs or self._request.return_token_ids) and self._is_parsed:
             return None
         has_content = bool(said.content) or not (said.calls or said.reasoning)
@@ -167,6 +170,15 @@ class ChatRenderer:
             stop_reason=completion.stop_reason if is_finished else UNSET,
             token_ids=list(delta.token_ids) if self._request.return_token_ids else UNSET,
         )
+
+    def _with_whole_thoughts(self, index: int, said: AnswerDelta, is_finished: bool) -> AnswerDelta:
+        """With `stream_reasoning=false`, thoughts come in one piece: when something else comes, or the end."""
+        if self._request.stream_reasoning:
+            return said
+        thoughts = self._thoughts[index] + said.reasoning
+        is_over = is_finished or bool(said.content or said.calls)
+        self._thoughts[index] = "" if is_over else thoughts
+        return replace(said, reasoning=thoughts if is_over else "")
 
     @property
     def _is_parsed(self) -> bool:

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Protocol
 
+from loraplex.errors import TenantLimitError
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, Caller
 from loraplex.server.config import ServerConfig
@@ -57,6 +58,9 @@ hold_outputs: ContextVar[Callable[[int], None] | None] = ContextVar("hold_output
 KEYLESS_A_TURN = 4
 """Probes, and what is refused: short."""
 
+MAX_CLOSED_AT_ONCE = 16
+"""Idle connections of a tenant, for one new one of it: after its share became smaller there may be thousands."""
+
 
 class Refusal(enum.StrEnum):
     """Why a connection was refused or closed by the server."""
@@ -64,6 +68,7 @@ class Refusal(enum.StrEnum):
     CONNECTIONS = "max_connections"
     ROOM = "closed_for_another"
     ADDRESS = "max_connections_per_ip"
+    TENANT = "tenant_connections"
     DESCRIPTORS = "descriptors"
     NOT_HTTP = "not_http"
     HEADER_LENGTH = "header_too_long"
@@ -137,6 +142,7 @@ class Connections:
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
         self._receiving: dict[str, dict[Closable, None]] = {}  # by client, oldest first
         self._receiving_for: dict[Closable, str] = {}
+        self._of_tenants = TenantConnections(max_open)
         self._waiting = SharedBytes(MAX_WAITING_BYTES)
         self.answers = HeldAnswers(MAX_UNREAD_BYTES, partial(self._cut, "answers", MAX_UNREAD_BYTES))
         self.outputs = HeldAnswers(MAX_OUTPUT_BYTES, partial(self._cut, "log probabilities", MAX_OUTPUT_BYTES))
@@ -173,6 +179,11 @@ class Connections:
     @property
     def num_closed_for_others(self) -> int:
         return self._refused[Refusal.ROOM]
+
+    @property
+    def tenant_counts(self) -> Counter[str]:
+        """Connections by the tenant that they belong to; "": the operator's."""
+        return self._of_tenants.counts
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -214,6 +225,7 @@ class Connections:
         """It waits for its next request that is admitted."""
         self._idle.pop(connection, None)
         self._idle[connection] = self._clock()
+        self._of_tenants.set_idle(connection)
 
     def set_receiving(self, connection: Closable, client: str) -> None:
         """It waits for the body of a client's request, the only one that it has."""
@@ -226,11 +238,40 @@ class Connections:
         self._new.discard(connection)
         self._in_handshake.discard(connection)
         self._idle.pop(connection, None)
+        self._of_tenants.set_busy(connection)
         client = self._receiving_for.pop(connection, None)
         if client is not None:
             del self._receiving[client][connection]
             if not self._receiving[client]:
                 del self._receiving[client]
+
+    def claim(self, connection: Closable, caller: Caller | None) -> TenantLimitError | None:
+        """A request's key says whose the connection is; why it may not be, where its tenant has no place for it."""
+        if caller is None or caller is KEYLESS:
+            return None
+        tenant = caller.scope.tenant or ""
+        known = caller.scope.table.tenants.get(tenant)
+        if self.give_to(connection, tenant, None if known is None else known.limits.connections):
+            return None
+        text = f"this tenant has {self.tenant_counts[tenant]} connections, and may have no more now: send the request"
+        return TenantLimitError(f"{text} again when one of them has no request any longer", limit="connections")
+
+    def give_to(self, connection: Closable, tenant: str, most: int | None) -> bool:
+        """Whether the connection is this tenant's now ("": the operator's), which may have `most` of them (None: its
+        share). Idle ones of the tenant are closed for it, the oldest first."""
+        for _ in range(MAX_CLOSED_AT_ONCE):
+            if self._of_tenants.take(connection, tenant, most):
+                return True
+            idle = self._of_tenants.oldest_idle(tenant)
+            if idle is None:
+                return False
+            self.disown(idle)
+            self._close(idle, "its tenant has as many connections as it may have, and a new one took its place")
+        return self._of_tenants.take(connection, tenant, most)
+
+    def disown(self, connection: Closable) -> None:
+        """It is no tenant's any longer: it is closed, or about to be."""
+        self._of_tenants.release(connection)
 
     def _idlest(self) -> Closable | None:
         if (new := self._new.first()) is not None:
@@ -245,10 +286,13 @@ class Connections:
         connection = self._idlest()
         if connection is None:
             return False
+        self._close(connection, f"{self._num_open} are open (--max-connections), and a new one took its place")
+        return True
+
+    def _close(self, connection: Closable, why: str) -> None:
         self.set_busy(connection)
         connection.close_now()
-        self.refuse(Refusal.ROOM, f"{self._num_open} are open (--max-connections), and a new one took its place")
-        return True
+        self.refuse(Refusal.ROOM, why)
 
     # ----------------------------------------------------------------------------------------------------------- bodies
 
@@ -336,6 +380,65 @@ class BySource:
             self._with_count.setdefault(count, {})[source] = None
         if count > self._most or self._most not in self._with_count:
             self._most = count
+
+
+class TenantConnections:
+    """Connections by the tenant of the latest request of each; "" has the operator's, which nothing bounds.
+
+    Without a limit of its own a tenant has at most as many as it leaves to others, as of the memory for bodies, and one
+    always. Connections without a request of a key count for none: a full server closes these first. A step is O(1).
+    """
+
+    def __init__(self, max_open: int) -> None:
+        self._max_open = max_open
+        self._owners: dict[Closable, str] = {}
+        self._idle: dict[str, dict[Closable, None]] = {}  # by tenant, longest first
+        self.counts = Counter[str]()
+
+    def take(self, connection: Closable, tenant: str, most: int | None = None) -> bool:
+        """Whether it is this tenant's now. Otherwise it is of none."""
+        if self._owners.get(connection) == tenant:
+            return True
+        self.release(connection)
+        if tenant and not self._has_place(tenant, most):
+            return False
+        self._owners[connection] = tenant
+        self.counts[tenant] += 1
+        return True
+
+    def _has_place(self, tenant: str, most: int | None) -> bool:
+        num = self.counts[tenant] + 1
+        return num <= (max(1, self._max_open - len(self._owners) - 1) if most is None else most)
+
+    def release(self, connection: Closable) -> None:
+        self.set_busy(connection)
+        tenant = self._owners.pop(connection, None)
+        if tenant is not None:
+            self.counts[tenant] -= 1
+            if not self.counts[tenant]:
+                del self.counts[tenant]
+
+    def set_idle(self, connection: Closable) -> None:
+        """It waits for its next request, where it is some tenant's."""
+        self.set_busy(connection)
+        if tenant := self._owners.get(connection):
+            self._idle.setdefault(tenant, {})[connection] = None
+
+    def set_busy(self, connection: Closable) -> None:
+        tenant = self._owners.get(connection, "")
+        idle = self._idle.get(tenant, {})
+        if connection in idle:
+            del idle[connection]
+            if not idle:
+                del self._idle[tenant]
+
+    def oldest_idle(self, tenant: str) -> Closable | None:
+        return next(iter(self._idle.get(tenant, ())), None)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless what is counted is what is there."""
+        assert self.counts == Counter(self._owners.values())
+        assert all(self._owners.get(each) == tenant for tenant, idle in self._idle.items() for each in idle)
 
 
 class HeldAnswers:

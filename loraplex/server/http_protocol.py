@@ -21,13 +21,9 @@ same head once more, without that header.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from fcntl import ioctl
 from functools import partial
-from termios import TIOCOUTQ
 from typing import Any, cast
 
 import httptools
@@ -35,12 +31,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from loraplex.errors import EngineShutdownError
+from loraplex.errors import EngineShutdownError, LoraplexError
 from loraplex.server.api_error import ApiError, error_response
 from loraplex.server.auth import OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import LET_GO, Connections, Refusal, Slot, account_of, forwarded_for, too_many_bodies
-from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads
+from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads, unsent_bytes
 from loraplex.server.request_id import RequestIdMiddleware, closing_answer
 from loraplex.server.urls import fault_of_head
 
@@ -124,6 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Thousands may be lost at the same moment."""
+        self.server_connections.disown(self)  # at once: its tenant may open the next one now
         self._unparsed.clear()
         self._stop_waiting()
         self._unset_keepalive_if_required()  # uvicorn does not where it was reset: the timer would keep all of it
@@ -252,16 +249,21 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         if self.parser.should_upgrade():
             self._is_upgrade = True  # the parser stops after this head
             return
-        self._begin_request()
+        caller = self.server_admitted(Headers(raw=self.headers))
+        if (error := self.server_connections.claim(self, caller)) is not None:
+            self._refuse(Refusal.TENANT, error)
+            raise ConnectionAbortedError
+        self._begin_request(caller)
         if self._incoming.is_waiting and not self._hold(self._incoming, self._head_bytes()):
             raise ConnectionAbortedError
         self._is_stuck = self._is_in_head = False
         self._stop_waiting()
         self.headers = []  # trailers come as headers do: they are no part of the request's
 
-    def _begin_request(self) -> None:
+    def _begin_request(self, caller: Caller | None) -> None:
         is_waiting = self.flow.write_paused or not (self.cycle is None or self.cycle.response_complete)
-        self._incoming = incoming = _Incoming(self._client_of_head(), is_waiting)
+        client = account_of(caller, "" if self.client is None else self.client[0], self.headers)
+        self._incoming = incoming = _Incoming(client, is_waiting)
         if incoming.client is not None:
             if is_waiting:
                 self.server_connections.set_busy(self)
@@ -275,10 +277,6 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         finally:
             self.app = app
         incoming.cycle = self.cycle
-
-    def _client_of_head(self) -> str | None:
-        peer = "" if self.client is None else self.client[0]
-        return account_of(self.server_admitted(Headers(raw=self.headers)), peer, self.headers)
 
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         self._running = incoming
@@ -454,7 +452,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         text = f"the request line and headers are longer than {self.server_settings.max_header_bytes} bytes"
         self._refuse(Refusal.HEADER_LENGTH, ApiError(text, status=431, code="header_too_long"))
 
-    def _refuse(self, reason: Refusal, error: ApiError) -> None:
+    def _refuse(self, reason: Refusal, error: LoraplexError) -> None:
         """Close the connection, with an answer unless one has begun or that of an earlier request is still to come."""
         self._stop_waiting()
         if self._is_refused or self.transport.is_closing():
@@ -557,26 +555,18 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             self._note_idle()
 
     def _await_reader(self) -> None:
-        check = partial(self._check_reader, self._num_unsent())
+        check = partial(self._check_reader, unsent_bytes(self.transport))
         self._send_timer = self.loop.call_later(self.server_settings.send_timeout_s, check)
 
     def _check_reader(self, num_unsent: int) -> None:
         settings = self.server_settings
         self._send_timer = None
-        if self._is_enough(num_unsent - self._num_unsent(), settings.send_timeout_s):
+        if self._is_enough(num_unsent - unsent_bytes(self.transport), settings.send_timeout_s):
             self._await_reader()
             return
         text = f"its client did not read the answer within {settings.send_timeout_s:g} s"
         self._count_refusal(Refusal.SEND_TIME, text)
         self.transport.abort()
-
-    def _num_unsent(self) -> int:
-        """What the client has not acknowledged: here, and in the system's buffer, which takes and gives in leaps."""
-        sock = self.transport.get_extra_info("socket")
-        with suppress(OSError):
-            in_system = 0 if sock is None else int.from_bytes(ioctl(sock.fileno(), TIOCOUTQ, bytes(4)), sys.byteorder)
-            return self.transport.get_write_buffer_size() + in_system
-        return 0  # it is closed
 
     def _is_enough(self, num_bytes: int, seconds: float) -> bool:
         return num_bytes >= self.server_settings.min_transfer_rate * seconds

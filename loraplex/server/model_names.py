@@ -59,7 +59,8 @@ class Target:
 
 
 class ModelNames:
-    """Names of the base model and of the adapters. `created` is when the server started, in Unix seconds.
+    """Names of the base model and of the adapters. `created` is when the server started, in Unix seconds: the base
+    model's; an adapter's is when it was registered.
 
     merged_into: names of a base model that is served no longer, since an adapter is merged into it. resolver: of names
     that are not registered; None: there is no source of any.
@@ -255,7 +256,7 @@ class ModelNames:
     def _adapter_card(self, name: str, ref: LoRARef, has_paths: bool) -> ModelCard:
         root = ref.lora_path if has_paths else name
         max_model_len = (None if ref.text is None else ref.text.max_model_len) or self._engine.model_info.max_model_len
-        return ModelCard(name, self._created, root, self.served[0], max_model_len)
+        return ModelCard(name, int(ref.loaded_time), root, self.served[0], max_model_len)
 
     def card(self, model: str, *, has_paths: bool = True, scope: Scope = EVERYTHING) -> ModelCard:
         adapter_name, registry = self.adapter_of(model, None, scope), self._engine.registry

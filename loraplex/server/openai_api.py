@@ -195,7 +195,8 @@ class OpenAIRoutes:
             context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
             if body.return_token_ids and body.stream:
                 _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
-            has_thoughts, is_thinking = context.config.reasoning_parser is not None, opens_thoughts(prompt.text or "")
+            has_thoughts = context.config.reasoning_parser is not None and body.separate_reasoning
+            is_thinking = opens_thoughts(prompt.text or "")
             reading = AnswerReading(body.wanted_tools, parser, has_thoughts, is_thinking)
             body = body.without_bulk()
             generation = self._generation(prefix, request, body, [(prompt, target, params)], arrived_s)

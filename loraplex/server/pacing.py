@@ -6,11 +6,15 @@ What thousands of connections bring at the same moment is taken in many turns, s
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from fcntl import ioctl
+from termios import TIOCOUTQ
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -214,3 +218,12 @@ class PacedFlow(FlowControl):
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
+
+
+def unsent_bytes(transport: asyncio.Transport) -> int:
+    """What the client has not acknowledged: here, and in the system's buffer, which takes and gives in leaps."""
+    sock = transport.get_extra_info("socket")
+    with suppress(OSError):
+        in_system = 0 if sock is None else int.from_bytes(ioctl(sock.fileno(), TIOCOUTQ, bytes(4)), sys.byteorder)
+        return transport.get_write_buffer_size() + in_system
+    return 0  # it is closed

@@ -78,6 +78,6 @@ def closing_answer(error: LoraplexError, headers: Iterable[tuple[bytes, bytes]] 
     given = next((value for name, value in headers if name == b"x-request-id"), b"")
     body, request_id = error_reply(error), request_id_of(given.decode("latin-1"))
     lines = ["content-type: application/json", f"content-length: {len(body)}", f"x-request-id: {request_id}"]
-    lines += ["retry-after: 1"] if status_of(error) == 503 else []
+    lines += ["retry-after: 1"] if status_of(error) in (429, 503) else []
     head = "\r\n".join([*lines, "connection: close", "", ""])
     return STATUS_LINE[status_of(error)] + head.encode() + body

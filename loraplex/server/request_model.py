@@ -38,6 +38,8 @@ class RequestModel(BaseModel):
     limits: ClassVar[BodyLimits] = BodyLimits()
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     hints: ClassVar[frozenset[str]] = frozenset()
+    place: ClassVar[str] = ""
+    """Where it is in a request: `reasoning.` of a model that is the field `reasoning`, for errors."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Names that other servers have for fields of this model."""
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = ()
@@ -77,7 +79,7 @@ class RequestModel(BaseModel):
         if name not in cls.neutral:
             raise cls._unknown(name)
         if not any(_is_same(value, accepted) for accepted in cls.neutral[name]):
-            raise _refusal(name, value, cls.neutral[name])
+            raise _refusal(cls.place + name, value, cls.neutral[name])
         return True
 
     @classmethod

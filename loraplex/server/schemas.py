@@ -131,6 +131,7 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
+    place: ClassVar[str] = "stream_options."
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (any_of(has(include_usage=TRUE), lacks("continuous_usage_stats")),)
 
@@ -215,7 +216,12 @@ class SamplingFields(RequestModel):
     structured_outputs: FreeObject | None = None
     guided_json: Annotated[FreeJson, documented(type=["object", "string"])] | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    guided_choice: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+        ]
+        | None
+    ) = None
     guided_grammar: str | None = None
 
     hints: ClassVar[frozenset[str]] = frozenset(
@@ -493,6 +499,8 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     parallel_tool_calls: bool | None = None
     safety_identifier: Label | None = None
     lora_path: Label | None = None
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
 
     limits: ClassVar[BodyLimits] = CHAT_LIMITS
     bulk: ClassVar[frozenset[str]] = _BULK_OF_SAMPLING | {

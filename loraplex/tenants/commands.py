@@ -54,7 +54,7 @@ def create_tenant(
     database_url
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
-    with _store(state_dir, database_url) as store:
+    with _changing("tenant create", state_dir, database_url, tenant=name) as (store, _):
         print(store.create_tenant(name, adapter_root, limits, service).name)
     return 0
 
@@ -83,7 +83,7 @@ def change_tenant(
     database_url
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
-    with _store(state_dir, database_url) as store:
+    with _changing("tenant change", state_dir, database_url, tenant=name) as (store, _):
         print(store.change_tenant(name, adapter_root, limits, service).name)
     return 0
 
@@ -108,9 +108,10 @@ def list_tenants(*, state_dir: Path | None = None, database_url: str | None = No
     return 0
 
 
-@tenant_app.command(name="delete")
+@tenant_app.command(name=("delete", "revoke"))
 def delete_tenant(name: str, /, *, state_dir: Path | None = None, database_url: str | None = None) -> int:
-    """Delete a tenant: its keys open nothing within a second. Its adapters stay until the operator unloads them.
+    """Delete a tenant, or revoke it, which is the same: its keys open nothing within a second. Its adapters stay until
+    the operator unloads them.
 
     Parameters
     ----------
@@ -121,7 +122,7 @@ def delete_tenant(name: str, /, *, state_dir: Path | None = None, database_url: 
     database_url
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
-    with _store(state_dir, database_url) as store:
+    with _changing("tenant delete", state_dir, database_url, tenant=name) as (store, _):
         print(store.delete_tenant(name).name)
     return 0
 
@@ -153,7 +154,7 @@ def share(
     """
     from loraplex.tenants.records import TenantTable
 
-    with _store(state_dir, database_url) as store:
+    with _changing("tenant share", state_dir, database_url, adapter=adapter) as (store, _):
         shared = store.share(adapter, (*tenants, *([TenantTable.ALL] if public else ())))
         print(f"{adapter}: {' '.join(shared) or '-'}")
     return 0
@@ -206,8 +207,9 @@ def create_key(
 
     from loraplex.tenants.records import as_role
 
-    with _store(state_dir, database_url) as store:
+    with _changing("key create", state_dir, database_url, tenant=tenant) as (store, targets):
         key, secret = store.create_key(as_role(role), tenant, label)
+        targets["key"] = key.key_id
     print(secret)
     print(f"id {key.key_id}, role {key.role.value}: keep the key, it is not shown again", file=sys.stderr)
     return 0
@@ -247,9 +249,20 @@ def revoke_key(key_id: str, /, *, state_dir: Path | None = None, database_url: s
     database_url
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
-    with _store(state_dir, database_url) as store:
+    with _changing("key revoke", state_dir, database_url, key=key_id) as (store, _):
         print(store.revoke_key(key_id).key_id)
     return 0
+
+
+@contextmanager
+def _changing(
+    verb: str, state_dir: Path | None, database_url: str | None, **targets: str | None
+) -> Iterator[tuple[TenantStore, dict[str, str | None]]]:
+    """The store, for a verb that is recorded, and what the record says that it is about."""
+    from loraplex.tenants.audit import recording
+
+    with recording(verb, state_dir, **targets) as about, _store(state_dir, database_url) as store:
+        yield store, about
 
 
 @contextmanager

@@ -30,12 +30,15 @@ class Limits:
     tokens_per_minute: int | None = setting(None, "most tokens a minute of prompts and completions")
     concurrency: int | None = setting(None, "most completions of the tenant that wait or run")
     max_context: int | None = setting(None, "most tokens of a prompt and its completion together")
+    connections: int | None = setting(
+        None, "most open connections of the tenant (default: as many as it leaves to others of --max-connections)"
+    )
 
     def __post_init__(self) -> None:
         for name, value in self.given().items():
-            is_rate = name in ("requests_per_s", "tokens_per_minute", "concurrency", "max_context")
-            if not (value > 0 if is_rate else value >= 0) or value > MAX_LIMIT:
-                least = "> 0" if is_rate else ">= 0"
+            is_positive = name in ("requests_per_s", "tokens_per_minute", "concurrency", "max_context", "connections")
+            if not (value > 0 if is_positive else value >= 0) or value > MAX_LIMIT:
+                least = "> 0" if is_positive else ">= 0"
                 raise InvalidRequestError(f"limit {name} must be {least} and at most {MAX_LIMIT:g}, got {value}")
 
     @classmethod

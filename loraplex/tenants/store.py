@@ -38,6 +38,7 @@ from loraplex.errors import (
     ConfigError,
     InvalidRequestError,
     JournalError,
+    KeyNotFoundError,
     TenantConflictError,
     TenantNotFoundError,
     shown,
@@ -237,12 +238,12 @@ class TenantStore:
         return key, secret
 
     def revoke_key(self, key_id: str) -> Key:
-        """A second time it changes nothing. Raises TenantNotFoundError."""
+        """A second time it changes nothing. Raises KeyNotFoundError."""
         with self._change() as connection:
             is_it = KEYS_TABLE.c.key_id == key_id
             row = connection.execute(sa.select(KEYS_TABLE).where(is_it)).mappings().first()
             if row is None:
-                raise TenantNotFoundError(f"there is no key {shown(key_id)}; `loraplex key list` has their ids")
+                raise KeyNotFoundError(f"there is no key {shown(key_id)}; `loraplex key list` has their ids")
             found = _sound(KEYS_TABLE, row)
             if found["revoked_time"] is None:
                 values = sealed("tenant_keys", {**found, "revoked_time": self._clock()})

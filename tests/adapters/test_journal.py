@@ -182,6 +182,13 @@ def test_the_same_load_after_a_restart_is_a_no_op(lives: Callable[[], Life]) -> 
     assert life.bench.sources.num_opened == {}
 
 
+def test_when_an_adapter_was_registered_survives(lives: Callable[[], Life]) -> None:
+    life = lives()
+    life.bench.now = 321.5
+    life.registry.load("a", "/a")
+    assert lives().registry.refs()["a"].loaded_time == 321.5
+
+
 def test_counters_are_written_at_the_end(lives: Callable[[], Life]) -> None:
     life = lives()
     furnish(life)

@@ -60,6 +60,18 @@ def test_the_routes_are_all_there() -> None:
     }
 
 
+def test_what_needs_no_key_is_these_routes_and_no_others() -> None:
+    """Spelled out: a path that is added to a set of the server opens nothing unless it is added here, too."""
+    opened = {(route.path, method) for route, access in DECLARED if access is Access.OPEN for method in route.methods}
+    files = {each for each in opened if each[0].startswith(("/docs/", "/dashboard/"))}
+    assert all(path.endswith((".js", ".css")) for path, _ in files)
+    probes, pages = ("/health", "/health_generate", "/ping", "/version", "/metrics"), ("/", "/docs", "/dashboard")
+    assert opened - files == {(path, method) for path in (*probes, *pages) for method in ("GET", "HEAD")} | {
+        ("/ping", "POST")
+    }
+    assert {path for path, _ in files} | {*probes, *pages} | OF_FASTAPI == OPEN
+
+
 @pytest.mark.parametrize(("route", "access"), DECLARED, ids=ids)
 def test_every_route_says_which_key_it_needs(route: FoundRoute, access: Access | None) -> None:
     assert access is not None, f"decorate the function of {route.path} with @requires(Access...)"

@@ -447,6 +447,8 @@ async def test_a_revoked_key_is_401(server: Tenancy, acme: httpx.AsyncClient) ->
         url = f"/v1/keys/{server.key_ids['acme']}"
         revoked = await client.delete(url, headers=server.headers("admin"))
         assert revoked.json()["is_revoked"]
+        unknown = await client.delete("/v1/keys/00000000", headers=server.headers("admin"))
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "key_not_found")
     assert (await completed(acme, "sql")).status_code == 401
 
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from loraplex.server import ServerConfig, connections, create_app, generation, http_protocol, pages
+from loraplex.server import ServerConfig, connections, create_app, generation, http_protocol, pacing, pages
 from loraplex.server.http_protocol import MAX_LINGER_BYTES, MAX_LINGERS, PIECE_BYTES
 from loraplex.testing import FakeAsyncEngine
 from tests.server.conftest import client_of
@@ -165,7 +165,7 @@ async def test_what_a_client_reads_of_the_systems_buffer_counts(
 ) -> None:
     """That buffer takes megabytes at once and then nothing for long, while its client reads."""
     clock, num_held = Clock(monkeypatch), 10**7
-    monkeypatch.setattr(http_protocol, "ioctl", lambda *arguments: num_held.to_bytes(4, sys.byteorder))
+    monkeypatch.setattr(pacing, "ioctl", lambda *arguments: num_held.to_bytes(4, sys.byteorder))
     with socket.socket() as sock:
         monkeypatch.setattr(connection.transport, "get_extra_info", {"socket": sock}.get)
         connection.transport.is_unread = True

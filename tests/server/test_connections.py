@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.server import ServerConfig, connections
-from loraplex.server.connections import BySource, Connections, SharedBytes, Slot
+from loraplex.server.connections import BySource, Connections, SharedBytes, Slot, TenantConnections
 
 HOLDS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=60)
 
@@ -124,3 +124,88 @@ def test_handshakes_that_have_had_their_turn_are_bounded(monkeypatch: pytest.Mon
     shared.set_busy(made[-1])
     shared.set_in_handshake(Answer(), "late")
     assert not any(each.is_cut for each in (made[0], *made[7:]))
+
+
+# ------------------------------------------------------------------------------------------------------ tenants' places
+
+
+def test_a_tenant_has_as_many_connections_as_it_leaves_to_others() -> None:
+    places = TenantConnections(16)
+    num_taken = []
+    for tenant in ("acme", "beta", "gamma", "delta", "late"):
+        num = 0
+        while places.take(Answer(), tenant):
+            num += 1
+        num_taken.append(num)
+    assert num_taken == [8, 4, 2, 1, 1], "each finds one, and more where they are free"
+
+
+def test_a_limit_stands_for_the_share_and_nothing_bounds_the_operator() -> None:
+    places = TenantConnections(10)
+    assert [places.take(Answer(), "acme", 7) for _ in range(9)] == [True] * 7 + [False] * 2
+    assert [places.take(Answer(), "beta", 1) for _ in range(2)] == [True, False]
+    assert all(places.take(Answer(), "") for _ in range(20))
+    assert places.take(Answer(), "gamma")
+
+
+def test_an_idle_connection_of_the_tenant_makes_room_the_oldest_first() -> None:
+    shared = Connections(ServerConfig(), 100)
+    made = [Answer() for _ in range(6)]
+    other = Answer()
+    assert shared.give_to(other, "beta", 1)
+    shared.set_idle(other)
+    assert all(shared.give_to(each, "acme", 3) for each in made[:3])
+    shared.set_idle(made[1])
+    shared.set_idle(made[0])
+    assert shared.give_to(made[3], "acme", 3)
+    assert [each.is_cut for each in made] == [False, True, False, False, False, False]
+    shared.set_busy(made[0])  # its next request has come
+    assert shared.give_to(made[0], "acme", 3)
+    assert not shared.give_to(made[4], "acme", 3)
+    shared.set_idle(made[0])
+    assert shared.give_to(made[4], "acme", 3)
+    assert made[0].is_cut
+    assert not other.is_cut
+    assert shared.refused == {"closed_for_another": 2}
+
+
+def test_a_connection_belongs_to_the_tenant_of_its_latest_request() -> None:
+    """As of a proxy that sends requests of many tenants over one."""
+    shared = Connections(ServerConfig(), 100)
+    proxy = Answer()
+    assert shared.give_to(proxy, "acme", 1)
+    shared.set_idle(proxy)
+    assert shared.give_to(proxy, "beta", 1)
+    assert shared.give_to(Answer(), "acme", 1)
+    assert not proxy.is_cut
+    assert not shared.give_to(Answer(), "beta", 1), "it is not idle any longer"
+    shared.disown(proxy)
+    assert shared.give_to(Answer(), "beta", 1)
+
+
+OWNED = st.lists(
+    st.tuples(st.integers(0, 20), st.sampled_from(["", "a", "b", "c"]), st.sampled_from(["take", "idle", "release"])),
+    max_size=100,
+)
+
+
+@given(OWNED)
+def test_places_are_counted_and_bounded(steps: list[tuple[int, str, str]]) -> None:
+    made = [Answer() for _ in range(21)]
+    places = TenantConnections(12)
+    owners: dict[int, str] = {}
+    for index, tenant, action in steps:
+        if action == "release":
+            places.release(made[index])
+            owners.pop(index, None)
+        elif action == "idle":
+            places.set_idle(made[index])
+        else:
+            before = owners.pop(index, None)
+            others = Counter(owners.values())
+            has_room = not tenant or not others[tenant] or others[tenant] + 1 <= 12 - others.total() - 1
+            assert places.take(made[index], tenant) == (before == tenant or has_room)
+            if before == tenant or has_room:
+                owners[index] = tenant
+        places.check_integrity()
+    assert places.counts == Counter(owners.values())

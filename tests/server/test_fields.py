@@ -149,7 +149,7 @@ async def test_fine_on_one_route(
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"stream": True, "stream_options": {"x": True}}, "x"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"cache_salt": ""}, "cache_salt"),

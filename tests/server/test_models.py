@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
@@ -244,3 +245,20 @@ async def test_without_lora(fields: dict[str, Any], status: int) -> None:
         if status == 400:
             assert response.json()["error"]["code"] == "lora_disabled"
         assert len((await client.get("/v1/models")).json()["data"]) == 1
+
+
+async def test_an_adapter_is_created_when_it_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base model's card says when the server started."""
+    engine = FakeAsyncEngine({"old": "/old"})
+    assert engine.registry is not None
+    began = int(time.time())
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        monkeypatch.setattr(engine.registry._loader, "_clock", lambda: 2e9 + 0.75)
+        assert (await client.post("/v1/adapters", json={"name": "new", "path": "/new"})).status_code == 200
+        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert cards["new"]["created"] == 2_000_000_000
+        assert cards["base"]["created"] - began in range(60)
+        assert (await client.get("/v1/models/new")).json()["created"] == 2_000_000_000
+        listed = {card["name"]: card for card in (await client.get("/v1/adapters")).json()["data"]}
+        assert listed["new"]["loaded_time"] == 2e9 + 0.75
+        assert int(listed["old"]["loaded_time"]) == cards["old"]["created"]

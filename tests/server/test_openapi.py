@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -186,3 +187,61 @@ async def test_rules_are_in_the_schema(
     assert jsonschema.Draft202012Validator(kind).is_valid(body) == is_valid
     if path != "/v1/keys":  # which need a state directory
         assert ((await client.post(path, json=body)).status_code == 200) == is_valid
+
+
+BOUND_NAMES = {"ge", "le", "gt", "lt", "min_length", "max_length", "multiple_of"}
+"""What pydantic calls bounds: readers of OpenAPI pass over them."""
+
+
+def schemas_in(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if isinstance(node.get("type"), str):
+            yield node
+        for each in node.values():
+            yield from schemas_in(each)
+    elif isinstance(node, list):
+        for each in node:
+            yield from schemas_in(each)
+
+
+async def test_bounds_have_the_words_of_openapi(schema: dict[str, Any]) -> None:
+    found = list(schemas_in(schema["paths"]))
+    assert len(found) > 1000
+    assert [each for each in found if BOUND_NAMES & each.keys()] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/generate", {"text": "hi", "top_logprobs_num": 21}),
+        ("/generate", {"text": "hi", "top_logprobs_num": -1}),
+        ("/generate", {"text": "hi", "logprob_start_len": -2}),
+        ("/v1/completions", {**COMPLETION, "guided_choice": []}),
+        ("/v1/completions", {**COMPLETION, "guided_choice": ["a", ""]}),
+    ],
+)
+async def test_what_is_refused_is_refused_by_the_schema(
+    client: httpx.AsyncClient, schema: dict[str, Any], path: str, fields: dict[str, Any]
+) -> None:
+    assert (await client.post(path, json=fields)).status_code == 400
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(fields, body_of(schema, path))
+
+
+async def test_a_number_that_is_taken_is_an_answer_of_the_schema(
+    client: httpx.AsyncClient, schema: dict[str, Any]
+) -> None:
+    number = {"lora_int_id": 7}
+    assert (await client.post("/v1/adapters", json={"name": "first", "path": "/first", **number})).status_code == 200
+    for method, path, body in (
+        ("post", "/v1/adapters", {"name": "second", "path": "/second"}),
+        ("put", "/v1/adapters/{name}", {"path": "/second"}),
+        ("post", "/v1/adapters/{name}/clone", {"name": "third"}),
+        ("post", "/v1/load_lora_adapter", {"lora_name": "fourth", "lora_path": "/fourth"}),
+    ):
+        taken = await client.request(method, path.replace("{name}", "sql"), json={**body, **number})
+        assert 400 <= taken.status_code < 500, (path, taken.text)
+        assert str(taken.status_code) in schema["paths"][path][method]["responses"], path
+    other = await client.post("/v1/unload_lora_adapter", json={"lora_name": "first", "lora_int_id": 8})
+    assert str(other.status_code) in schema["paths"]["/v1/unload_lora_adapter"]["post"]["responses"]
+    assert 400 <= other.status_code < 500

@@ -169,6 +169,31 @@ async def test_thoughts(engine: FakeAsyncEngine) -> None:
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes")
 
 
+async def test_thoughts_stay_in_the_content(engine: FakeAsyncEngine) -> None:
+    """SGLang's `separate_reasoning`."""
+    engine.reply = "<think>Hm.</think>Yes"
+    async with client_of(create_app(engine, ServerConfig(reasoning_parser="qwen3"))) as client:
+        message = (await chat(client, separate_reasoning=False))["choices"][0]["message"]
+        assert message["content"] == "<think>Hm.</think>Yes"
+        assert "reasoning_content" not in message
+        message = (await chat(client, separate_reasoning=True))["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes")
+
+
+@pytest.mark.parametrize(("reply", "content"), [("<think>One two.</think>Yes", "Yes"), ("<think>One two.", "")])
+async def test_thoughts_come_in_one_piece(engine: FakeAsyncEngine, reply: str, content: str) -> None:
+    """SGLang's `stream_reasoning`, also where the answer ends in the middle of them."""
+    engine.reply = reply
+    async with client_of(create_app(engine, ServerConfig(reasoning_parser="qwen3"))) as client:
+        pieces = []
+        for is_streamed in (True, False):
+            deltas = [each["delta"] for each in await chunks(client, tools=None, stream_reasoning=is_streamed)]
+            pieces.append([each["reasoning_content"] for each in deltas if "reasoning_content" in each])
+            assert "".join(each.get("content", "") for each in deltas) == content
+        assert len(pieces[0]) > 1
+        assert pieces[1] == ["One two."] == ["".join(pieces[0])]
+
+
 # ------------------------------------------------------------------------------------------------- the openai client
 
 

@@ -18,7 +18,14 @@ from loraplex.adapters.journal.postgres_journal import PostgresJournal
 from loraplex.adapters.journal.tables import SCHEMA_VERSION, JournalTables
 from loraplex.adapters.journal.tenant_rows import KeyRow
 from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord
-from loraplex.errors import ConfigError, InvalidRequestError, JournalError, TenantConflictError, TenantNotFoundError
+from loraplex.errors import (
+    ConfigError,
+    InvalidRequestError,
+    JournalError,
+    KeyNotFoundError,
+    TenantConflictError,
+    TenantNotFoundError,
+)
 from loraplex.server.responses import encode
 from loraplex.tenants.directory import TenantDirectory
 from loraplex.tenants.limits import Limits
@@ -156,7 +163,7 @@ def test_a_revoked_key_opens_nothing(store: TenantStore) -> None:
     assert store.read().keys == {key_digest(other_secret): other}
     assert [each.is_revoked for each in store.keys_of()] == [True, False]
     store.revoke_key(key.key_id)
-    with pytest.raises(TenantNotFoundError):
+    with pytest.raises(KeyNotFoundError, match="no key '00000000'"):
         store.revoke_key("00000000")
     assert key_digest(secret) not in store.read().keys
 

@@ -145,8 +145,9 @@ class AdapterLoader:
         number = self._names.table.next_version(wish.name)
         digest, max_rank = opened.adapter_digest, opened.max_rank
         now = self._clock()
+        id_and_path = wish.lora_int_id, max_rank, wish.path
         return AdapterVersion(
-            ref=LoRARef(adapter_id, wish.name, number, digest, wish.lora_int_id, max_rank, wish.path, opened.text),
+            ref=LoRARef(adapter_id, wish.name, number, digest, *id_and_path, opened.text, now),
             spec=AdapterSpec(adapter_id, wish.name, number, digest, opened.path, opened.nbytes, max_rank),
             origin=wish.origin,
             is_pinned=wish.is_pinned or (previous is not None and previous.is_pinned),

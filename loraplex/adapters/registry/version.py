@@ -24,7 +24,8 @@ from loraplex.errors import AdapterUnavailableError
 class LoRARef:
     """What a request holds while it runs: one version of one adapter.
 
-    `lora_path` is the source as its owner named it; `text` is None where requests are read and written as the base's.
+    `lora_path` is the source as its owner named it; `text` is None where requests are read and written as the base's;
+    `loaded_time` is when it was registered, in Unix seconds, and outlives the server where there is a journal.
     """
 
     adapter_id: AdapterId
@@ -35,6 +36,7 @@ class LoRARef:
     max_rank: int
     lora_path: str = ""
     text: AdapterText | None = field(default=None, repr=False)
+    loaded_time: float = field(default=0.0, compare=False)
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
@@ -155,8 +157,9 @@ class AdapterVersion:
     def from_record(cls, name: str, record: VersionRecord, owner: NameRecord) -> AdapterVersion:
         adapter_id = AdapterId(record.adapter_id)
         number, digest, max_rank = record.number, record.digest, record.max_rank
+        id_and_path = owner.lora_int_id, max_rank, record.lora_path
         return cls(
-            ref=LoRARef(adapter_id, name, number, digest, owner.lora_int_id, max_rank, record.lora_path, record.text),
+            ref=LoRARef(adapter_id, name, number, digest, *id_and_path, record.text, record.loaded_time),
             spec=AdapterSpec(adapter_id, name, number, digest, record.path, record.nbytes, max_rank),
             origin=record.origin,
             is_pinned=record.is_pinned,

@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 
 from fastapi import Request
@@ -150,33 +149,35 @@ class AdapterResolver:
         evict = partial(self._room.evict, registry)
         is_opened = False
 
-        def checked(check_size: Callable[[int], None], nbytes: int) -> None:
-            """Its names leave one after another, if the bytes of all that may leave are enough."""
+        def checked(check_size: Callable[[int], None] | None, nbytes: int) -> None:
+            """The adapter is good: others leave for it one after another, if all that may leave are enough."""
             nonlocal is_opened
             is_opened = True
-            while True:
+            while check_size is not None:
                 try:
-                    return check_size(nbytes)
+                    check_size(nbytes)
+                    break
                 except TenantLimitError as error:
-                    with suppress(TenantLimitError):
-                        check_size(nbytes - bytes_of_idle(registry, prefix))
-                        self._room.evict_own(registry, prefix, error)
-                        continue
-                    raise
+                    self._check_would_fit(check_size, nbytes - bytes_of_idle(registry, prefix), error)
+                    self._room.evict_own(registry, prefix, error)
+            self._room.make_for_needed(registry, needed.name)
 
-        while True:
-            try:
-                loading = self._quota.changing(request, needed.name, is_load=True, is_needed=True)
-                async with loading as check_size:
-                    check = None if check_size is None else partial(checked, check_size)
-                    await self._engine.on_registry(by_need.load, needed, evict, check)
-                return
-            except TenantLimitError as error:
-                if is_opened:
-                    self._note_refused(needed.name, error)
-                if is_opened or error.limit not in ("adapters", "adapter_bytes"):
-                    raise
-                await self._engine.on_registry(self._room.evict_own, prefix, error)
+        try:
+            loading = self._quota.changing(request, needed.name, is_load=True, is_needed=True)
+            async with loading as check_size:
+                await self._engine.on_registry(by_need.load, needed, evict, partial(checked, check_size))
+        except TenantLimitError as error:
+            if is_opened and error.limit == "adapter_bytes":
+                self._note_refused(needed.name, error)
+            raise
+
+    def _check_would_fit(self, check_size: Callable[[int], None], nbytes: int, error: TenantLimitError) -> None:
+        """Raises the error where no leaving would make the bytes fit."""
+        try:
+            check_size(nbytes)
+        except TenantLimitError as still:
+            if still.limit != "adapters":
+                raise error from None
 
 
 async def _shielded(load: asyncio.Future[None]) -> None:

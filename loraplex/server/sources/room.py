@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from loraplex.adapters.registry import LoadedName, LoRARegistry
@@ -37,44 +37,69 @@ class NameRoom:
         self._table = table
         self._max_names = max_names
         self._evicting = threading.Lock()
-        self._num_coming = self._num_needed = 0
+        self._num_coming = 0
+        self._needed: set[str] = set()  # names that requests load, one load each (AdapterResolver)
+        self._made: set[str] = set()  # those that others have left for
 
     @asynccontextmanager
     async def for_new(self, name: str, *, is_needed: bool = False) -> AsyncIterator[None]:
         """Around a load that may bring a new name, of a request (is_needed) or by a verb, until it is registered.
 
-        Raises AdapterNoRoomError for a request; what a verb finds no room for, its load refuses.
+        For a request it says whether names could leave, and `make_for_needed`, once the adapter is known to be good,
+        has them leave. Raises AdapterNoRoomError for a request; what a verb finds no room for, its load refuses.
         """
         registry = self._engine.registry
         if registry is None or registry.is_registered(name):
             yield
             return
         self._num_coming += 1
-        self._num_needed += is_needed
+        if is_needed:
+            self._needed.add(name)
         try:
             if is_needed or registry.max_loaded_loras is not None:
-                await self._engine.on_registry(self._make, is_needed)
+                await self._engine.on_registry(self._prepare, is_needed)
             yield
         finally:
             self._num_coming -= 1
-            self._num_needed -= is_needed
+            if is_needed:
+                self._needed.discard(name)
+                self._made.discard(name)
 
-    def _make(self, registry: LoRARegistry, is_needed: bool) -> None:
+    def _prepare(self, registry: LoRARegistry, is_needed: bool) -> None:
+        """Make the places that a load takes before its files are read, those of `max_loaded_loras`."""
         with self._evicting:
             loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
-            num_over = len(loaded) + self._num_needed - self._max_names if is_needed else 0
-            if most is not None:
-                num_over = max(num_over, len(registry.registered()) + self._num_coming - most)
-            num_over = min(num_over, MAX_LEAVING)
-            if num_over > 0:
-                latest = time.time() - JUST_USED_S
-                for name in self._in_turn(loaded, latest):
-                    num_over -= _unload(registry, name, latest)
-                    if num_over <= 0:
-                        return
-        if num_over > 0 and is_needed:
-            text = f"{len(loaded)} adapters that came from sources are loaded, and all are in use; try again later"
-            raise AdapterNoRoomError(text)
+            num_more = 0 if most is None else len(registry.registered()) + self._num_coming - most
+            latest = time.time() - JUST_USED_S
+            if is_needed:
+                num_leaving = min(max(num_more, self._num_over(loaded, self._needed)), MAX_LEAVING)
+                if num_leaving > sum(each.is_idle and each.last_used_time < latest for each in loaded):
+                    raise _all_in_use(loaded)
+            num_left = self._evict_some(registry, loaded, min(num_more, MAX_LEAVING))
+        if num_left > 0 and is_needed:
+            raise _all_in_use(loaded)
+
+    def make_for_needed(self, registry: LoRARegistry, name: str) -> None:
+        """Names leave for one that a request loads, within `for_new`. Raises AdapterNoRoomError."""
+        with self._evicting:
+            loaded = registry.loaded_from(ORIGIN)
+            if name in self._needed:
+                self._made.add(name)
+            if self._evict_some(registry, loaded, min(self._num_over(loaded, self._made), MAX_LEAVING)) > 0:
+                raise _all_in_use(loaded)
+
+    def _num_over(self, loaded: Sequence[LoadedName], coming: set[str]) -> int:
+        """coming: names that will be there, or are already; taken in one step, for the event loop changes them."""
+        return len(coming.copy().union(each.name for each in loaded)) - self._max_names
+
+    def _evict_some(self, registry: LoRARegistry, loaded: list[LoadedName], num: int) -> int:
+        """How many are left of `num` that were to leave."""
+        latest = time.time() - JUST_USED_S
+        for name in self._in_turn(loaded, latest) if num > 0 else ():
+            num -= _unload(registry, name, latest)
+            if num <= 0:
+                break
+        return num
 
     def _in_turn(self, loaded: list[LoadedName], latest: float) -> Iterator[str]:
         """Idle names in the order in which they leave."""
@@ -98,12 +123,21 @@ class NameRoom:
             loaded = [each for each in registry.loaded_from(ORIGIN) if is_here(each.path)]
             return any(_unload(registry, name, latest) for name in self._in_turn(loaded, latest))
 
+    def check_own(self, registry: LoRARegistry, prefix: str, num: int, error: TenantLimitError) -> None:
+        """Raises the error of a tenant at its limit where fewer than `num` of its names may leave now."""
+        latest = time.time() - JUST_USED_S
+        idle = _idle_of(registry, prefix)
+        if sum(each.last_used_time < latest for each in idle) < num:
+            if len(idle) >= num:
+                error.retry_after_s = JUST_USED_S
+            raise error
+
     def evict_own(self, registry: LoRARegistry, prefix: str, error: TenantLimitError) -> None:
         """Unload one of a tenant at its limit. Raises the error where none of its names may leave now."""
         latest = time.time() - JUST_USED_S
         with self._evicting:
             idle = _idle_of(registry, prefix)
-            if any(_unload(registry, each, latest) for each in idle):
+            if any(_unload(registry, each.name, latest) for each in idle):
                 return
         if idle:
             error.retry_after_s = JUST_USED_S
@@ -112,13 +146,18 @@ class NameRoom:
 
 def bytes_of_idle(registry: LoRARegistry, prefix: str) -> int:
     """Of the files of all versions of a tenant's names that may leave, but for when they were used."""
-    idle = set(_idle_of(registry, prefix))
+    idle = {each.name for each in _idle_of(registry, prefix)}
     return sum(spec.nbytes for spec in registry.specs() if spec.adapter_name in idle)
 
 
-def _idle_of(registry: LoRARegistry, prefix: str) -> list[str]:
+def _idle_of(registry: LoRARegistry, prefix: str) -> list[LoadedName]:
     """The least recently used first."""
-    return [each.name for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix)]
+    return [each for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix)]
+
+
+def _all_in_use(loaded: Sequence[LoadedName]) -> AdapterNoRoomError:
+    text = f"{len(loaded)} adapters that came from sources are loaded, and all are in use; try again later"
+    return AdapterNoRoomError(text)
 
 
 def _unload(registry: LoRARegistry, name: str, latest: float) -> bool:

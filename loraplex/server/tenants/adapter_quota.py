@@ -41,10 +41,14 @@ class AdapterQuota:
         self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False, is_needed: bool = False
     ) -> AsyncIterator[Callable[[int], None] | None]:
         """Around a verb that loads or pins the adapter registered as `name`, which takes what this gives as its
-        `check_size`. is_needed: a request loads it. Raises TenantLimitError, and AdapterNoRoomError for a request and
+        `check_size`. is_needed: a request loads it, and what gives raises where others are to leave for it: not before
+        it is known to be good. Raises TenantLimitError, and AdapterNoRoomError for a request and
         for a pin beyond the tenant's share of memory."""
         tenant = caller_of(request).scope.tenant
-        async with self._within_limits(request, name, is_load, is_pin) as check_size, AsyncExitStack() as stack:
+        async with (
+            self._within_limits(request, name, is_load, is_pin, is_needed) as check_size,
+            AsyncExitStack() as stack,
+        ):
             if is_pin and tenant:
                 await self._engine.on_registry(LoRARegistry.check_pins, tenant, name)
             if is_load:
@@ -53,7 +57,7 @@ class AdapterQuota:
 
     @asynccontextmanager
     async def _within_limits(
-        self, request: Request, name: str, is_load: bool, is_pin: bool
+        self, request: Request, name: str, is_load: bool, is_pin: bool, is_needed: bool
     ) -> AsyncIterator[Callable[[int], None] | None]:
         scope = caller_of(request).scope
         tenant = scope.table.tenants.get(scope.tenant or "")
@@ -65,23 +69,37 @@ class AdapterQuota:
         prefix = f"{tenant.name}/"
         async with self._turns.setdefault(tenant.name, asyncio.Lock()):
             before = await self._engine.on_registry(self._bytes_of, prefix)
-            if is_load and name not in before and _is_full(limits.adapters, len(before)):
-                raise _too_many(f"{len(before)} adapters", limits.adapters, "adapters")
-            if is_load and _is_full(limits.adapter_bytes, sum(before.values())) and name not in before:
-                raise _too_many(f"{sum(before.values())} bytes of adapters", limits.adapter_bytes, "adapter_bytes")
+            error, num_over = None, 1
+            if is_load and name not in before and _is_full(limits.adapter_bytes, sum(before.values())):
+                error = _too_many(f"{sum(before.values())} bytes of adapters", limits.adapter_bytes, "adapter_bytes")
+            if is_load and name not in before and limits.adapters is not None and len(before) >= limits.adapters:
+                error = _too_many(f"{len(before)} adapters", limits.adapters, "adapters")
+                num_over = len(before) + 1 - limits.adapters
+            if error is not None and not is_needed:
+                raise error
+            if error is not None:
+                await self._engine.on_registry(self._room.check_own, prefix, num_over, error)
             if is_pin and limits.pins is not None:
                 pinned = await self._engine.on_registry(_pinned_of, prefix) - {name}
                 if _is_full(limits.pins, len(pinned)):
                     raise _too_many(f"{len(pinned)} pinned adapters", limits.pins, "pins")
-            yield partial(self._check_size, prefix, name, sum(before.values()), limits.adapter_bytes)
+            most = limits.adapters if is_needed else None
+            yield partial(self._check_size, prefix, name, sum(before.values()), limits.adapter_bytes, most)
 
-    def _check_size(self, prefix: str, name: str, num_before: int, most: int | None, nbytes: int) -> None:
-        """In a thread, once the files are opened. What makes it fewer bytes is not refused."""
-        if most is None or self._engine.registry is None:
+    def _check_size(
+        self, prefix: str, name: str, num_before: int, most: int | None, most_names: int | None, nbytes: int
+    ) -> None:
+        """In a thread, once the files are opened. What makes it fewer bytes is not refused. most_names: that the tenant
+        may have with this one, where that was not checked before."""
+        registry = self._engine.registry
+        if registry is None:
             return
-        after = self._engine.registry.nbytes_with(name, nbytes, prefix, self._size_of)
-        if after > max(most, num_before):
+        after = 0 if most is None else registry.nbytes_with(name, nbytes, prefix, self._size_of)
+        if most is not None and after > max(most, num_before):
             raise _too_many(f"with this one {after} bytes of adapters", most, "adapter_bytes")
+        others = self._bytes_of(registry, prefix).keys() - {name}
+        if _is_full(most_names, len(others)):
+            raise _too_many(f"{len(others)} adapters", most_names, "adapters")
 
     def _bytes_of(self, registry: LoRARegistry, prefix: str) -> dict[str, int]:
         """By name, of all its versions."""

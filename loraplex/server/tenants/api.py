@@ -44,6 +44,7 @@ class LimitFields(RequestModel):
     tokens_per_minute: Most | None = None
     concurrency: Most | None = None
     max_context: Most | None = None
+    connections: Most | None = None
 
     @property
     def made(self) -> Limits:

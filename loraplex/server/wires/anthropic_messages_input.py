@@ -175,6 +175,7 @@ class JsonFormat(RequestModel):
 class OutputConfig(RequestModel):
     format: JsonFormat | None = None
 
+    place: ClassVar[str] = "output_config."
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": ()}
 
 

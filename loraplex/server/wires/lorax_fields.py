@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
+from loraplex.errors import LoraplexError
 from loraplex.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
-from loraplex.server.api_error import ApiError
+from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.request_model import BodyLimits, FreeJson, RequestModel, has, shown, unsupported
 from loraplex.server.schemas import (
     COMPLETION_LIMITS,
@@ -107,6 +108,18 @@ class LoraxParameters(RequestModel):
         """Which of the operator's sources has the adapter; None: its name says it."""
         is_base = self.adapter_id in (None, "", BASE_MODEL) and self.merged_adapters is None
         return None if is_base or self.adapter_source in NAME_ALONE else self.adapter_source
+
+    def in_words_of_local(self, error: LoraplexError) -> LoraplexError:
+        """For LoRAX `local` says that adapter_id is a path, which no request loads here: a verb gives it a name."""
+        is_path = self.adapter_source == "local" and "/" in (self.adapter_id or "")
+        if not (is_path and isinstance(error, ApiError) and error.code == "model_not_found"):
+            return error
+        return ApiError(
+            f"adapter_source local: adapter {clipped(str(self.adapter_id))!r} is no name of this server, and requests "
+            "load no paths: load it once with PUT /v1/adapters/NAME and the path, inside --adapter-root, and send "
+            "adapter_id NAME; or have the server start with --adapter-source NAME=DIR, and send NAME/FOLDER",
+            param="adapter_id",
+        )
 
     @property
     def is_greedy(self) -> bool:

@@ -194,7 +194,7 @@ class NativeRoutes:
     async def _lorax(
         self, request: Request, body: LoraxGenerateRequest, arrived_s: float, *, is_stream: bool, is_list: bool = False
     ) -> Response:
-        names, scope = self._context.names, caller_of(request).scope
+        names, scope, parameters = self._context.names, caller_of(request).scope, body.parameters
         try:
             body.check_stream(is_stream)
             answer = LoraxAnswer.of(body, arrived_s, names.served[0], self._context.engine.model_info.backend, is_list)
@@ -211,7 +211,7 @@ class NativeRoutes:
             with in_words_of(LoraxGenerateRequest.names):
                 answered = await answering
         except LoraplexError as error:
-            return lorax_error(error, request)
+            return lorax_error(parameters.in_words_of_local(error), request)
         answered.headers.update(answer.headers)
         return answered
 

@@ -188,16 +188,19 @@ class TextFormat(RequestModel):
 class TextField(RequestModel):
     format: TextFormat | None = None
 
+    place: ClassVar[str] = "text."
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
 
 class StreamOptions(RequestModel):
+    place: ClassVar[str] = "stream_options."
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
 
 class Reasoning(RequestModel):
     """How a model thinks is its chat template's to say (`chat_template_kwargs`); a summary is none of this server's."""
 
+    place: ClassVar[str] = "reasoning."
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (), "summary": (), "generate_summary": ()}
 
 

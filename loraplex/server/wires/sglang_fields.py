@@ -160,8 +160,8 @@ class SGLangGenerateRequest(RequestModel):
     stream: bool = False
     rid: NameOrNames | None = None
     return_logprob: Flag = False
-    logprob_start_len: Annotated[int, OneForAll, Field(ge=-1, le=INT32_MAX)] = -1
-    top_logprobs_num: Annotated[int, OneForAll, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    logprob_start_len: Annotated[int, Field(ge=-1, le=INT32_MAX), OneForAll] = -1
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), OneForAll] = 0
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0

@@ -439,6 +439,24 @@ async def test_loads_that_make_room_at_the_same_time(
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
 
 
+@pytest.mark.parametrize("is_by_limit", [False, True])
+async def test_nothing_leaves_for_an_adapter_that_is_refused(
+    tmp_path: Path, root: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch, is_by_limit: bool
+) -> None:
+    """One that is not good, or too large for its tenant however much leaves, took an idle one's place in vain."""
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
+    limits = Limits(adapters=1) if is_by_limit else Limits()
+    settings: dict[str, Any] = {} if is_by_limit else {"max_sourced_adapters": 1}
+    async with tenants(tmp_path, opener, f"dir={root}", limits=limits, **settings) as (client, made):
+        acme = made.keys["acme"]
+        assert (await ask(client, "chat", acme)).status_code == 200
+        opener.errors[str(root / "bad")] = AdapterValidationError("its weights are cut off")
+        assert (await ask(client, "bad", acme)).status_code == 400
+        assert await listed(client, acme) == ["chat"]
+        assert (await ask(client, "sql", acme)).status_code == 200
+        assert await listed(client, acme) == ["sql"]
+
+
 async def test_a_read_only_key_loads_nothing(tmp_path: Path, root: Path, opener: Opener) -> None:
     async with tenants(tmp_path, opener, f"dir={root}") as (client, made):
         assert (await ask(client, "sql", made.keys["acme read-only"])).status_code == 403

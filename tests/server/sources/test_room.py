@@ -150,7 +150,9 @@ async def test_after_a_limit_was_lowered_so_many_leave_at_a_time(monkeypatch: py
         engine.registry.load(f"name-{number}", f"/{number}", origin="source:dir")
     room = NameRoom(engine, TenantTable, 1)
     async with room.for_new("new", is_needed=True):
+        room.make_for_needed(engine.registry, "new")
         assert len(engine.registry.names()) == 10
         await engine.on_registry(LoRARegistry.load, "new", "/new", origin="source:dir")
     async with room.for_new("other", is_needed=True):
+        room.make_for_needed(engine.registry, "other")
         assert engine.registry.names() == ()

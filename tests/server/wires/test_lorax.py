@@ -285,3 +285,14 @@ async def test_a_post_to_the_root_needs_a_key() -> None:
         assert (await client.post("/", json={"inputs": "hi"})).status_code == 401
         answer = await client.post("/", json={"inputs": "hi"}, headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("adapter_id", ["/adapters/sql", "adapters/sql", "./sql"])
+async def test_a_path_of_a_local_source_is_400_and_says_what_to_do(client: httpx.AsyncClient, adapter_id: str) -> None:
+    """LoRAX would load it for any client; here a verb gives it a name."""
+    parameters = {"adapter_id": adapter_id, "adapter_source": "local"}
+    refused = await client.post("/generate", json={"inputs": "hi", "parameters": parameters})
+    assert (refused.status_code, refused.json()["error_type"]) == (400, "validation")
+    assert "PUT /v1/adapters/NAME" in refused.json()["error"]
+    parameters["adapter_id"] = "sql"
+    assert (await client.post("/generate", json={"inputs": "hi", "parameters": parameters})).status_code == 200

@@ -358,8 +358,10 @@ REFUSED: list[tuple[str, Any]] = [
 async def test_refused(client: httpx.AsyncClient, engine: FakeAsyncEngine, name: str, value: Any) -> None:
     response = await client.post(URL, json={"model": "base", "input": "hi", name: value})
     assert response.status_code == 400, response.text
-    inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else "encrypted_content"
+    inner = f"{name}.{next(iter(value))}" if isinstance(value, dict) and len(value) == 1 else "encrypted_content"
     assert response.json()["error"]["param"] in (name, inner)
+    if inner in ("reasoning.effort", "text.verbosity", "stream_options.include_obfuscation"):
+        assert response.json()["error"]["param"] == inner, "as the client sent it"
     assert not engine.requests
 
 

@@ -14,6 +14,7 @@ const NAMES = {
   tokens_per_minute: "tokens/min",
   concurrency: "at a time",
   max_context: "tokens of context",
+  connections: "connections",
 };
 const USED = ["requests", "prompt_tokens", "generated_tokens", "errors", "waiting_s"];
 const USAGE_COLUMNS = ["Requests", "Prompt tokens", "Generated tokens", "Errors", "Waited"];
