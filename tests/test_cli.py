@@ -112,7 +112,7 @@ def test_commands_are_those_of_the_docs() -> None:
         "calibrate",
         "simulate",
         "plan",
-        *(f"tenant {verb}" for verb in ("create", "change", "list", "delete", "share", "shares")),
+        *(f"tenant {verb}" for verb in ("create", "change", "list", "delete", "revoke", "share", "shares")),
         *(f"key {verb}" for verb in ("create", "list", "revoke")),
         "model inspect",
         "serve",

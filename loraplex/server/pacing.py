@@ -223,7 +223,7 @@ class PacedFlow(FlowControl):
 def unsent_bytes(transport: asyncio.Transport) -> int:
     """What the client has not acknowledged: here, and in the system's buffer, which takes and gives in leaps."""
     sock = transport.get_extra_info("socket")
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         in_system = 0 if sock is None else int.from_bytes(ioctl(sock.fileno(), TIOCOUTQ, bytes(4)), sys.byteorder)
         return transport.get_write_buffer_size() + in_system
     return 0  # it is closed
