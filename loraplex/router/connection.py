@@ -310,7 +310,7 @@ class _Connection(SmallReads):
         if 100 <= status < 200 and status != 101:
             self._headers.clear()
             return
-        if not 200 <= status < 600:
+        if not 200 <= status < 600 or (300 <= status < 400 and status != 304):  # no server of ours redirects
             self._fail(f"its status is {status}")
             return
         self._status, self._has_head = status, True

@@ -116,6 +116,7 @@ async def test_an_answer_to_head_has_no_body() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
+        b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://elsewhere/\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 999 Odd\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
