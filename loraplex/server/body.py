@@ -63,10 +63,10 @@ class BodyReader:
         max_values = limits.max_values + (self._longest_len if limits.has_token_ids else 0)
         parse = partial(_parse, body, choose, max_values, self._is_strict)
         if len(body) <= SHORT_BODY_BYTES:
-            await self._turns.next()
+            await self._turns.next(client_of(request))
             return parse()
         fields = await self._off_loop.run(client_of(request), parse, len(body))
-        await self._turns.next()  # for what the route does with it
+        await self._turns.next(client_of(request))  # for what the route does with it
         return fields
 
 

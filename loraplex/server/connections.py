@@ -20,7 +20,7 @@ from loraplex.errors import TenantLimitError
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, Caller
 from loraplex.server.config import ServerConfig
-from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns, TurnsBySource
+from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns
 
 _log = logging.getLogger("loraplex.server")
 
@@ -146,9 +146,9 @@ class Connections:
         self._waiting = SharedBytes(MAX_WAITING_BYTES)
         self.answers = HeldAnswers(MAX_UNREAD_BYTES, partial(self._cut, "answers", MAX_UNREAD_BYTES))
         self.outputs = HeldAnswers(MAX_OUTPUT_BYTES, partial(self._cut, "log probabilities", MAX_OUTPUT_BYTES))
-        self.turns_of_clients = TurnsBySource(in_order=True)
-        self.turns_without_key = TurnsBySource(KEYLESS_A_TURN)
-        self.handshake_turns = TurnsBySource()
+        self.turns_of_clients = Turns()
+        self.turns_without_key = Turns(KEYLESS_A_TURN, from_both_ends=True)
+        self.handshake_turns = Turns(from_both_ends=True)
         self.ends = Turns()
         self.slices = TimeSlices()
         self.read_buffer = memoryview(bytearray(READ_BYTES))

@@ -104,10 +104,10 @@ class Deadline:
 class Generation:
     """What the client asked for, resolved. `model` is the name that the answer gives back.
 
-    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. claim: of
-    the owner's share. shows_cached_tokens: false where a cached token may be another client's. hides_paths: errors name
-    no place of this machine. clean: takes from an error what its client may not read. charge: what it costs its tenant;
-    None where there are none.
+    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. client: whose turns
+    it takes. claim: of the owner's share. shows_cached_tokens: false where a cached token may be another client's.
+    hides_paths: errors name no place of this machine. clean: takes from an error what its client may not read.
+    charge: what it costs its tenant; None where there are none.
     """
 
     response_id: str
@@ -115,6 +115,7 @@ class Generation:
     model: str
     items: tuple[GenerationItem, ...]
     cache_salt: str = ""
+    client: str = ""
     claim: Claim = NO_CLAIM
     shows_cached_tokens: bool = True
     hides_paths: bool = False
@@ -286,7 +287,7 @@ class Generator:
         is_finished = False
         clock = self._histograms.clock()
         if len(generation.items) * item.params.n > 1:
-            await self._begins.next()  # a prompt of 128 completions takes 8 ms: one at a time, of all requests
+            await self._begins.next(generation.client)  # a prompt of 128 completions takes 8 ms: one at a time, of all
         if self._in_flight.is_closing:
             raise _shutting_down()
         if generation.deadline is not None and generation.deadline.left_s <= 0:

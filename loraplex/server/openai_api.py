@@ -94,7 +94,7 @@ class AnswerWriter:
         if num_logprobs > MANY_LOGPROBS or size > LONG_ANSWER:
             return await self._answers.run(self._client, render, 0)
         if num_logprobs > SOME_LOGPROBS or size > SOME_TOKENS:
-            await self._turns.next()
+            await self._turns.next(self._client)
         else:
             await asyncio.sleep(0)  # many outputs may be there already
         return render()
@@ -292,6 +292,7 @@ class OpenAIRoutes:
             ),
             items=items,
             cache_salt=caller.owner + (body.cache_salt or ""),
+            client=client_of(request),
             claim=self._claim(request, body.priority),
             hides_paths=not caller.is_admin,
             shows_cached_tokens=self._context.keys.shows_cached_tokens,

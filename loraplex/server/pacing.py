@@ -35,33 +35,6 @@ LOOKS_A_TURN = 32
 """At clients that wait for a turn and may be gone."""
 
 
-class Turns:
-    """For work of some milliseconds in the event loop: so many in each of its turns, in the order in which they came.
-
-    Else a hundred requests that come at once would run one after the other before the loop sees anything else.
-    """
-
-    def __init__(self, num_a_turn: int = 1) -> None:
-        self._num_a_turn = num_a_turn
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def next(self) -> None:
-        loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        if len(self._waiting) == 1:
-            loop.call_soon(self._begin, loop)
-        await turn
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        for _ in range(min(self._num_a_turn, len(self._waiting))):
-            turn = self._waiting.popleft()
-            if not turn.done():  # its request may have been cancelled
-                turn.set_result(None)
-        if self._waiting:
-            loop.call_soon(self._begin, loop)
-
-
 @dataclass(slots=True)
 class _OfSource:
     """waiting: what asks whether a client is there, oldest first."""
@@ -69,31 +42,33 @@ class _OfSource:
     takes_oldest: bool
     waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
 
-    def take(self, in_order: bool) -> tuple[asyncio.Future[None], Callable[[], bool]]:
+    def take(self, from_both_ends: bool) -> tuple[asyncio.Future[None], Callable[[], bool]]:
         turn = next(iter(self.waiting if self.takes_oldest else reversed(self.waiting)))
-        self.takes_oldest = in_order or not self.takes_oldest
+        self.takes_oldest = not (from_both_ends and self.takes_oldest)
         return turn, self.waiting.pop(turn)
 
 
-class TurnsBySource:
-    """The same by source, an address or a client with a key, in rotation.
+class Turns:
+    """For work of some milliseconds in the event loop: so many in each of its turns, by source in rotation.
 
-    So a source with one piece of work waits for at most one of each other. Of a source the latest and the oldest are
-    taken in turns: a flood delays neither what comes after it, nor, going on, what came before. in_order: the oldest.
-    Work whose client is gone takes no turn; LOOKS_A_TURN clients are looked at between two others.
+    Else a hundred requests that come at once would run one after the other before the loop sees anything else. A source
+    is a client with a key, or an address: one with one piece of work waits for at most one of each other. Of a source
+    what came first is first; from_both_ends: the latest and the oldest in turns, where a flood should delay neither
+    what comes after it, nor, going on, what came before. Work whose client is gone takes no turn; LOOKS_A_TURN clients
+    are looked at between two others.
     """
 
-    def __init__(self, num_a_turn: int = 1, *, in_order: bool = False) -> None:
+    def __init__(self, num_a_turn: int = 1, *, from_both_ends: bool = False) -> None:
         self._num_a_turn = num_a_turn
-        self._in_order = in_order
+        self._from_both_ends = from_both_ends
         self._sources: dict[str, _OfSource] = {}  # the next one first
         self._is_due = False
 
-    async def next(self, source: str, is_there: Callable[[], bool]) -> None:
+    async def next(self, source: str = "", is_there: Callable[[], bool] = lambda: True) -> None:
         """ConnectionAbortedError: `is_there`, asked when the turn comes, has said that the client is gone."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        self._sources.setdefault(source, _OfSource(self._in_order)).waiting[turn] = is_there
+        self._sources.setdefault(source, _OfSource(not self._from_both_ends)).waiting[turn] = is_there
         if not self._is_due:
             self._is_due = True
             loop.call_soon(self._begin, loop)
@@ -106,7 +81,7 @@ class TurnsBySource:
         num_looks, num_begun = 0, 0
         while self._sources and num_looks < LOOKS_A_TURN and num_begun < self._num_a_turn:
             source, of_source = next(iter(self._sources.items()))
-            turn, is_there = of_source.take(self._in_order)
+            turn, is_there = of_source.take(self._from_both_ends)
             del self._sources[source]
             if of_source.waiting:
                 self._sources[source] = of_source

@@ -25,7 +25,7 @@ from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
 from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
-from loraplex.server.pacing import LOOKS_A_TURN, TimeSlices, TurnsBySource
+from loraplex.server.pacing import LOOKS_A_TURN, TimeSlices, Turns
 from loraplex.server.schemas import CompletionRequest
 from loraplex.server.streaming import merge
 from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
@@ -226,7 +226,7 @@ async def test_requests_whose_clients_go_at_once_end_one_by_one(turns: TurnCount
 
 @pytest.mark.parametrize("source", ["the flood's", "its own"])
 async def test_a_probe_is_answered_before_a_flood_that_was_there(source: str) -> None:
-    open_turns, order = TurnsBySource(4), list[int]()
+    open_turns, order = Turns(4, from_both_ends=True), list[int]()
 
     async def ask(number: int, source: str) -> None:
         await open_turns.next(source, lambda: True)
@@ -244,7 +244,7 @@ async def test_a_probe_is_answered_before_a_flood_that_was_there(source: str) ->
 @pytest.mark.parametrize("source", ["the flood's", "its own"])
 async def test_a_flood_that_goes_on_starves_no_probe(source: str) -> None:
     """The latest was always first: four new requests in each turn, without a key, kept a probe waiting for ever."""
-    open_turns, order = TurnsBySource(4), list[int]()
+    open_turns, order = Turns(4, from_both_ends=True), list[int]()
 
     async def ask(number: int, source: str) -> None:
         await open_turns.next(source, lambda: True)
@@ -262,7 +262,7 @@ async def test_a_flood_that_goes_on_starves_no_probe(source: str) -> None:
 
 async def test_work_begins_in_turns_by_source(turns: TurnCounter) -> None:
     """Of a flood, the latest and the oldest are taken in turns; a source with one waits for one of each other."""
-    by_source, order = TurnsBySource(), list[str]()
+    by_source, order = Turns(from_both_ends=True), list[str]()
 
     async def ask(source: str, number: int) -> None:
         await by_source.next(source, lambda: True)
@@ -285,16 +285,32 @@ async def test_work_begins_in_turns_by_source(turns: TurnCounter) -> None:
     assert set(turns.happened.values()) == {1}
 
 
+async def test_what_begins_in_order_is_of_clients_in_rotation() -> None:
+    """Bodies and prompts of all clients were in one queue: what one sent at once, each other one waited for."""
+    turns, order = Turns(), list[str]()
+
+    async def ask(source: str, number: int) -> None:
+        await turns.next(source)
+        order.append(f"{source}{number}")
+
+    flood = [asyncio.ensure_future(ask("a", number)) for number in range(50)]
+    await asyncio.sleep(0)
+    few = [asyncio.ensure_future(ask("b", number)) for number in range(2)]
+    await asyncio.gather(*flood, *few)
+    assert order[:6] == ["a0", "a1", "b0", "a2", "b1", "a3"]
+    assert [each for each in order if each[0] == "a"] == [f"a{number}" for number in range(50)]
+
+
 @given(st.lists(st.sampled_from("abcd"), max_size=40))
 def test_the_last_to_come_of_each_source_waits_for_one_of_each_other(sources: list[str]) -> None:
     order = list[str]()
 
-    async def ask(by_source: TurnsBySource, source: str) -> None:
+    async def ask(by_source: Turns, source: str) -> None:
         await by_source.next(source, lambda: True)
         order.append(source)
 
     async def ask_all() -> None:
-        by_source = TurnsBySource()
+        by_source = Turns(from_both_ends=True)
         await asyncio.gather(*(ask(by_source, source) for source in sources))
 
     asyncio.run(ask_all())
@@ -303,7 +319,7 @@ def test_the_last_to_come_of_each_source_waits_for_one_of_each_other(sources: li
 
 
 async def test_work_whose_client_is_gone_takes_no_turn(turns: TurnCounter) -> None:
-    by_source, order, looked = TurnsBySource(), list[str](), Counter[int]()
+    by_source, order, looked = Turns(from_both_ends=True), list[str](), Counter[int]()
 
     def is_gone() -> bool:
         looked[turns.turn] += 1
