@@ -115,9 +115,7 @@ def selected(objects: dict[tuple[str, str], Object], labels: Object) -> list[Obj
 
 @helm
 def test_lint() -> None:
-    result = subprocess.run(
-        [HELM, "lint", str(CHART), "--set", "model=m"], capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([HELM, "lint", str(CHART), "--set", "model=m"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout
 
 

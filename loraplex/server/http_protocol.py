@@ -129,13 +129,13 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
                 timer.cancel()
         if self._running is not None and self._running.cycle is not None:
             self._running.cycle.disconnected = True  # nothing is written any more
-        self.server_connections.slices.run(partial(self._forget, exc), is_short=True)
+        self._run_in_slices(partial(self._forget, exc), is_short=True)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Closed as `connection_lost` is; over TLS the transport closes itself."""
         if self.scheme == "https":
             return False
-        self.server_connections.slices.run(self.transport.close, is_short=True)
+        self._run_in_slices(self.transport.close, is_short=True)
         return True
 
     def _forget(self, exc: Exception | None) -> None:
@@ -162,8 +162,11 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         is_behind = bool(self._unparsed)
         self._unparsed += data
         if not is_behind:
-            self.server_connections.slices.run(self._parse_piece, len(data) <= SHORT_READ_BYTES)
+            self._run_in_slices(self._parse_piece, len(data) <= SHORT_READ_BYTES)
             self.flow.set_behind(bool(self._unparsed))
+
+    def _run_in_slices(self, work: Callable[[], None], is_short: bool) -> None:
+        self.server_connections.slices.run(work, is_short, "" if self.slot is None else self.slot.source)
 
     def _parse_piece(self) -> None:
         """Some of what came; the rest when other connections have had their time. Meanwhile no more is read."""
@@ -175,7 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             self._unparsed.clear()
         self.flow.set_behind(bool(self._unparsed))
         if self._unparsed:
-            self.server_connections.slices.run(self._parse_piece, is_short=False)
+            self._run_in_slices(self._parse_piece, is_short=False)
 
     def _receive(self, data: bytes) -> None:
         self._is_stuck = True

@@ -29,8 +29,10 @@ from loraplex.server.tls import PacedTls
 
 _log = logging.getLogger("loraplex.server")
 
-LISTEN_BACKLOG = 2048
-ACCEPTS_AT_ONCE = 64
+LISTEN_BACKLOG = 4096
+"""What has no place in it is tried again by its client after a second, then after three."""
+
+ACCEPTS_AT_ONCE = 32
 """Between two looks at everything else."""
 
 MAX_LINGERING = 64
@@ -201,6 +203,7 @@ class Listener:
             self._connections.read_buffer,
             self._handshake_timeout_s,
             slot.release,
+            slot.source,
         )
         transport, _ = await self._loop.connect_accepted_socket(lambda: layer, sock)
         try:

@@ -103,24 +103,39 @@ class Turns:
             del self._sources[source]
 
 
+@dataclass(slots=True)
+class _Work:
+    """Of one address."""
+
+    short: deque[Callable[[], None]] = field(default_factory=deque)
+    long: deque[Callable[[], None]] = field(default_factory=deque)
+    num_taken: int = 0
+
+    def take(self) -> Callable[[], None]:
+        self.num_taken += 1
+        place = self.num_taken % 3
+        if self.long and (place == 0 or not self.short):
+            return self.long.popleft()
+        return self.short.popleft() if place == 2 else self.short.pop()
+
+
 class TimeSlices:
     """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later.
 
-    In rotation: the latest short work, the oldest, and of long work the oldest. So a flood delays neither what comes
-    after it, nor, going on, what came before.
+    By address in rotation; of one, in rotation, the latest short work, the oldest, and of long work the oldest. So a
+    flood delays nothing of other addresses, and of its own neither what comes after it, nor, going on, what came before.
     """
 
     def __init__(self, seconds: float = SLICE_S) -> None:
         self.seconds = seconds
         self._spent_s = 0.0
         self._is_turn_due = self._is_working = False
-        self._num_taken = 0
-        self._short: deque[Callable[[], None]] = deque()
-        self._long: deque[Callable[[], None]] = deque()
+        self._sources: dict[str, _Work] = {}  # the next one first
 
-    def run(self, work: Callable[[], None], is_short: bool) -> None:
+    def run(self, work: Callable[[], None], is_short: bool, source: str = "") -> None:
         """Now, or in a later turn. `work` may ask for more of it."""
-        (self._short if is_short else self._long).append(work)
+        of_source = self._sources.setdefault(source, _Work())
+        (of_source.short if is_short else of_source.long).append(work)
         if not self._is_working:
             self._work()
 
@@ -130,7 +145,7 @@ class TimeSlices:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._is_working = True
         try:
-            while (self._short or self._long) and self._spent_s < self.seconds:
+            while self._sources and self._spent_s < self.seconds:
                 began_s = time.perf_counter()
                 self._take()()
                 self._spent_s += time.perf_counter() - began_s
@@ -138,15 +153,16 @@ class TimeSlices:
             self._is_working = False
 
     def _take(self) -> Callable[[], None]:
-        self._num_taken += 1
-        place = self._num_taken % 3
-        if self._long and (place == 0 or not self._short):
-            return self._long.popleft()
-        return self._short.popleft() if place == 2 else self._short.pop()
+        source = next(iter(self._sources))
+        of_source = self._sources.pop(source)
+        work = of_source.take()
+        if of_source.short or of_source.long:
+            self._sources[source] = of_source
+        return work
 
     def _begin_turn(self) -> None:
         self._spent_s, self._is_turn_due = 0.0, False
-        if self._short or self._long:
+        if self._sources:
             self._work()
 
 

@@ -62,7 +62,7 @@ class PacedTls(SmallReads):
     """One connection below TLS. `handshake` ends with the handshake: False where it failed.
 
     protocol: sees what is decrypted, as if this were its connection. on_failed: called when the connection is lost
-    before the handshake has ended: the protocol never learns of it.
+    before the handshake has ended: the protocol never learns of it. source: the address, whose slices it takes.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class PacedTls(SmallReads):
         read_buffer: memoryview,
         handshake_timeout_s: float,
         on_failed: Callable[[], None],
+        source: str = "",
     ) -> None:
         loop = asyncio.get_running_loop()
         self.handshake: asyncio.Future[bool] = loop.create_future()
@@ -85,7 +86,7 @@ class PacedTls(SmallReads):
             ssl_handshake_timeout=handshake_timeout_s,  # type: ignore[arg-type]
             ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
-        self._slices, self.read_buffer = slices, read_buffer
+        self._slices, self._source, self.read_buffer = slices, source, read_buffer
         self._on_failed = on_failed
         self._unfed = bytearray()
         self._is_ended = self._is_lost = False
@@ -100,7 +101,7 @@ class PacedTls(SmallReads):
         is_behind = bool(self._unfed)
         self._unfed += data
         if not is_behind:
-            self._slices.run(self._feed, is_short=len(data) <= FED_BYTES)
+            self._slices.run(self._feed, len(data) <= FED_BYTES, self._source)
             self._flow.set_behind(bool(self._unfed))
 
     def pause_writing(self) -> None:
@@ -132,7 +133,7 @@ class PacedTls(SmallReads):
         self._layer.buffer_updated(size)
         self._flow.set_behind(bool(self._unfed))
         if self._unfed:
-            self._slices.run(self._feed, is_short=False)
+            self._slices.run(self._feed, False, self._source)
         elif self._is_ended:
             self._end()
 

@@ -375,6 +375,12 @@ class CarefulStore(FakeStore):
         assert self.held[adapter_id] == 0, "an adapter in use is dropped"
         super().drop_adapter(adapter_id)
 
+    def evict_adapter(self, adapter_id: int) -> bool:
+        """As the engine's: another verb may pin it after its pin was lifted, and what is pinned stays."""
+        with self._lock:
+            is_pinned = self.find(adapter_id).is_pinned
+        return not is_pinned and super().evict_adapter(adapter_id)
+
 
 class Client:
     """One thread's worth of random verbs and requests, seeded."""

@@ -348,8 +348,21 @@ async def test_short_work_is_done_from_both_ends(turns: TurnCounter) -> None:
         slices.run(partial(work, number), is_short=True)
     while len(done) < 5:
         await asyncio.sleep(0)
-    assert done == [0, 1, 4, 3, 2]
+    assert done == [0, 4, 1, 3, 2]
     assert set(turns.happened.values()) == {1}
+
+
+async def test_work_of_one_address_waits_for_none_of_a_flood() -> None:
+    """Two thousand connections of another address that came at once held a probe's few bytes for four seconds."""
+    slices, done = TimeSlices(1e-9), list[str]()
+    for number in range(100):
+        slices.run(partial(done.append, "flood"), number % 2 == 0, "10.0.0.1")
+    slices.run(partial(done.append, "probe"), True, "127.0.0.1")
+    while "probe" not in done:
+        await asyncio.sleep(0)
+    assert len(done) <= 3
+    while len(done) < 101:
+        await asyncio.sleep(0)
 
 
 async def test_short_work_that_goes_on_starves_neither_older_nor_long_work() -> None:

@@ -56,6 +56,18 @@ class LoraxResponseFormat(RequestModel):
         return {"response_format": {"type": "json_object"}}
 
 
+def in_words_of_local(path: str | None, error: LoraplexError) -> LoraplexError:
+    """path: `LoraxParameters.local_path`, which no request loads here: a verb gives it a name."""
+    if path is None or not (isinstance(error, ApiError) and error.code == "model_not_found"):
+        return error
+    return ApiError(
+        f"adapter_source local: adapter {clipped(path)!r} is no name of this server, and requests load no paths: load "
+        "it once with PUT /v1/adapters/NAME and the path, inside --adapter-root, and send adapter_id NAME; or have the "
+        "server start with --adapter-source NAME=DIR, and send NAME/FOLDER",
+        param="adapter_id",
+    )
+
+
 class LoraxParameters(RequestModel):
     """`parameters`. Without any of do_sample, temperature, top_k and top_p, the likeliest token is taken."""
 
@@ -109,17 +121,11 @@ class LoraxParameters(RequestModel):
         is_base = self.adapter_id in (None, "", BASE_MODEL) and self.merged_adapters is None
         return None if is_base or self.adapter_source in NAME_ALONE else self.adapter_source
 
-    def in_words_of_local(self, error: LoraplexError) -> LoraplexError:
-        """For LoRAX `local` says that adapter_id is a path, which no request loads here: a verb gives it a name."""
+    @property
+    def local_path(self) -> str | None:
+        """For LoRAX `local` says that adapter_id is a path."""
         is_path = self.adapter_source == "local" and "/" in (self.adapter_id or "")
-        if not (is_path and isinstance(error, ApiError) and error.code == "model_not_found"):
-            return error
-        return ApiError(
-            f"adapter_source local: adapter {clipped(str(self.adapter_id))!r} is no name of this server, and requests "
-            "load no paths: load it once with PUT /v1/adapters/NAME and the path, inside --adapter-root, and send "
-            "adapter_id NAME; or have the server start with --adapter-source NAME=DIR, and send NAME/FOLDER",
-            param="adapter_id",
-        )
+        return self.adapter_id if is_path else None
 
     @property
     def is_greedy(self) -> bool:

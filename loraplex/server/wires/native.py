@@ -28,7 +28,7 @@ from loraplex.server.responses import encode
 from loraplex.server.schemas import COMPLETION_LIMITS, CompletionRequest
 from loraplex.server.streaming import EVENT_STREAM
 from loraplex.server.wires.lorax import LoraxAnswer, LoraxReply, lorax_error
-from loraplex.server.wires.lorax_fields import LoraxGenerateRequest
+from loraplex.server.wires.lorax_fields import LoraxGenerateRequest, in_words_of_local
 from loraplex.server.wires.sglang import GenerateReply, SGLangRenderer, SGLangWish
 from loraplex.server.wires.sglang_fields import SGLangGenerateRequest, lark_of
 
@@ -194,7 +194,7 @@ class NativeRoutes:
     async def _lorax(
         self, request: Request, body: LoraxGenerateRequest, arrived_s: float, *, is_stream: bool, is_list: bool = False
     ) -> Response:
-        names, scope, parameters = self._context.names, caller_of(request).scope, body.parameters
+        names, scope, path = self._context.names, caller_of(request).scope, body.parameters.local_path
         try:
             body.check_stream(is_stream)
             answer = LoraxAnswer.of(body, arrived_s, names.served[0], self._context.engine.model_info.backend, is_list)
@@ -211,7 +211,7 @@ class NativeRoutes:
             with in_words_of(LoraxGenerateRequest.names):
                 answered = await answering
         except LoraplexError as error:
-            return lorax_error(parameters.in_words_of_local(error), request)
+            return lorax_error(in_words_of_local(path, error), request)
         answered.headers.update(answer.headers)
         return answered
 

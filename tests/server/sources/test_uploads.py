@@ -46,10 +46,15 @@ async def send(client: httpx.AsyncClient, files: Files = FILES, **fields: str) -
 
 
 def kept(folder: Path) -> list[list[str]]:
-    files: dict[str, list[str]] = {each.name: [] for each in (folder / "uploads").glob("*")}
-    for file in (folder / "uploads").glob("*/*"):  # a folder may be removed meanwhile: then it has no files
-        files.setdefault(file.parent.name, []).append(file.name)
-    return [sorted(names) for names in files.values()]
+    return [_files_of(each) for each in (folder / "uploads").glob("*")]
+
+
+def _files_of(folder: Path) -> list[str]:
+    """A folder may be removed meanwhile: then it has none."""
+    try:
+        return sorted(each.name for each in folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 async def until_empty(folder: Path) -> None:
