@@ -123,7 +123,7 @@ class TimeSlices:
     """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later.
 
     By address in rotation; of one, in rotation, the latest short work, the oldest, and of long work the oldest. So a
-    flood delays nothing of other addresses, and of its own neither what comes after it, nor, going on, what came before.
+    flood delays nothing of other addresses, and of its own neither what comes after it, nor, going on, what was there.
     """
 
     def __init__(self, seconds: float = SLICE_S) -> None:
