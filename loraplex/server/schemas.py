@@ -52,7 +52,10 @@ MAX_PARTS = 2**10
 MAX_TOOLS = 2**10
 MAX_DOCUMENTS = 2**12
 TRUE = {"const": True}
-RESPONSE_FORMATS = ["text", "json_object", "json_schema"]
+RESPONSE_FORMAT = {
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {"type": "object"}},
+    "additionalProperties": False,
+}
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Beside max_tokens: what generation_config.json of a model or an adapter may have another default of."""
 
@@ -212,7 +215,7 @@ class SamplingFields(RequestModel):
     session_id: Label | None = None
     chat_id: Label | None = None
     merged_adapters: MergedAdapters | None = None
-    response_format: Annotated[FreeObject, documented(properties={"type": {"enum": RESPONSE_FORMATS}})] | None = None
+    response_format: Annotated[FreeObject, documented(**RESPONSE_FORMAT)] | None = None
     structured_outputs: FreeObject | None = None
     guided_json: Annotated[FreeJson, documented(type=["object", "string"])] | None = None
     guided_regex: str | None = None

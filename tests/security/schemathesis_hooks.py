@@ -26,6 +26,7 @@ REASONS = re.compile(
             r"of no use|is needed|ids and \d+ weights",  # one field says what another must be
             r"schema|regex|grammar|json",  # forms
             r"numbers are the operator's",  # of this key
+            r"has lora_int_id \d+, not",  # of this adapter
             r"other side of the conversation|at most \d+|not available in a stream|^input: List should have at least 1",
         )
     )

@@ -245,3 +245,14 @@ async def test_a_number_that_is_taken_is_an_answer_of_the_schema(
     other = await client.post("/v1/unload_lora_adapter", json={"lora_name": "first", "lora_int_id": 8})
     assert str(other.status_code) in schema["paths"]["/v1/unload_lora_adapter"]["post"]["responses"]
     assert 400 <= other.status_code < 500
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_field_more_of_response_format_is_refused_here_and_there(
+    client: httpx.AsyncClient, schema: dict[str, Any], path: str
+) -> None:
+    said = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    for extra, is_fine in (({}, True), ({"more": 1}, False)):
+        fields = {"model": "base", **said, "response_format": {"type": "text", **extra}}
+        assert ((await client.post(path, json=fields)).status_code == 200) == is_fine
+        assert jsonschema.Draft202012Validator(body_of(schema, path)).is_valid(fields) == is_fine
