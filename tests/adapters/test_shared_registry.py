@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -771,6 +773,31 @@ def test_ids_of_a_restored_database_come_no_second_time(
     assert other.registry.resolve("mine") == mine
     agree(one, other)
     other.bench.check_idle()
+
+
+def test_a_restore_is_read_though_the_first_look_at_it_fails(
+    begin: Callable[..., Server], cluster: postgres.Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look before it has made the server's row a new one; the number of turns is that of before."""
+    one = begin()
+    one.registry.load("a", "/a")
+    one.registry.load("b", "/b")
+    learn, looks = PostgresJournal._learn, list[float]()
+
+    def fail_once(journal: PostgresJournal, connection: Any, at_least: float) -> None:
+        looks.append(at_least)
+        if len(looks) == 1:
+            raise OSError("the session ended")
+        learn(journal, connection, at_least)
+
+    monkeypatch.setattr(PostgresJournal, "_learn", fail_once)
+    cluster.sql(
+        "BEGIN; DELETE FROM versions WHERE name = 'b'; DELETE FROM names WHERE name = 'b'; DELETE FROM changes; "
+        "UPDATE servers SET at = at - interval '1 hour'; COMMIT",
+        url,
+    )
+    until(lambda: one.sees("b", None))
+    assert looks == [math.inf, math.inf]
 
 
 def test_a_name_whose_id_is_anothers_here_means_nothing(

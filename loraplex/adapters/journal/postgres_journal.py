@@ -125,6 +125,7 @@ class PostgresJournal(SharedJournal):
         )
         self._last_id = self.last_adapter_id
         self._beat_at: datetime | None = None
+        self._reads_all = False
         self._heard_s = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"loraplex-registry-{name}", daemon=True)
@@ -221,13 +222,15 @@ class PostgresJournal(SharedJournal):
             at_least, known_id = float(max(self._seen, self._applied)), self._last_id
             beat = tables.beat(connection, self._server, self._seen, self._applied)
             if self._beat_at is not None and (beat.before is None or beat.before < self._beat_at):
-                at_least = math.inf  # turns that came after the restore may have the numbers of those before it
+                self._reads_all = True  # turns that came after the restore may have the numbers of those before it
             self._beat_at = beat.now
+            at_least = math.inf if self._reads_all else at_least
             if not _is_at_least(beat.last_adapter_id, known_id):
                 _log.warning("database %s has an older last adapter_id: it is raised", self._database.place)
                 tables.raise_last_adapter_id(connection, beat.last_adapter_id, known_id)
             if beat.sequence < at_least or beat.sequence > self._seen or self._unsure:
                 self._learn(connection, at_least)
+            self._reads_all = False  # not before: a session may end in between, and the row is new by now
             self._heard_s, self._asked_s = began_s, None
             if self._is_away:
                 _log.warning("database %s is back", self._database.place)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import replace
 
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.drain import Drain
@@ -145,9 +146,9 @@ class AdapterLoader:
         number = self._names.table.next_version(wish.name)
         digest, max_rank = opened.adapter_digest, opened.max_rank
         now = self._clock()
-        id_and_path = wish.lora_int_id, max_rank, wish.path
+        ref = LoRARef(adapter_id, wish.name, number, digest, wish.lora_int_id, max_rank, wish.path, opened.text)
         return AdapterVersion(
-            ref=LoRARef(adapter_id, wish.name, number, digest, *id_and_path, opened.text, now),
+            ref=replace(ref, loaded_time=now),
             spec=AdapterSpec(adapter_id, wish.name, number, digest, opened.path, opened.nbytes, max_rank),
             origin=wish.origin,
             is_pinned=wish.is_pinned or (previous is not None and previous.is_pinned),

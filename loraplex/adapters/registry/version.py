@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.registry.records import AdapterText, NameRecord, VersionRecord
 from loraplex.core import AdapterId, AdapterSpec
@@ -157,9 +157,9 @@ class AdapterVersion:
     def from_record(cls, name: str, record: VersionRecord, owner: NameRecord) -> AdapterVersion:
         adapter_id = AdapterId(record.adapter_id)
         number, digest, max_rank = record.number, record.digest, record.max_rank
-        id_and_path = owner.lora_int_id, max_rank, record.lora_path
+        ref = LoRARef(adapter_id, name, number, digest, owner.lora_int_id, max_rank, record.lora_path, record.text)
         return cls(
-            ref=LoRARef(adapter_id, name, number, digest, *id_and_path, record.text, record.loaded_time),
+            ref=replace(ref, loaded_time=record.loaded_time),
             spec=AdapterSpec(adapter_id, name, number, digest, record.path, record.nbytes, max_rank),
             origin=record.origin,
             is_pinned=record.is_pinned,
