@@ -44,7 +44,7 @@ def test_updates_reach_all_runners_and_outlive_the_server(tmp_path: Path) -> Non
         assert len(list((state / "uploads").iterdir())) == 2
         server.process.send_signal(signal.SIGKILL)
         server.end()
-    abandoned = state / "uploads" / ".receiving-0123"
+    abandoned = state / "uploads" / ".receiving-01234567"
     abandoned.mkdir()
     with Server(tmp_path, *flags) as server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         assert not abandoned.exists()

@@ -18,7 +18,13 @@ from loraplex.server.run import DrainingServer, make_server
 from loraplex.testing import FakeAsyncEngine
 
 ADAPTERS = {"sql": "/adapters/sql", "chat": "/adapters/chat"}
-SETTINGS: dict[str, Any] = {"port": 0, "access_log": False, "poll_interval_s": 0.02, "shutdown_grace_s": 0.0}
+SETTINGS: dict[str, Any] = {
+    "port": 0,
+    "access_log": False,
+    "poll_interval_s": 0.02,
+    "shutdown_grace_s": 0.0,
+    "connect_timeout_s": 20.0,  # a machine under load: a replica that is late is not one that fails
+}
 
 POLLED = (b"/metrics", b"/version", b"/v1/memory", b"/v1/events", b"/v1/models?limit")
 
