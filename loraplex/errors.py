@@ -29,7 +29,8 @@
     |   |   `-- AdapterValidationError       400  all reasons at once, in `reasons`
     |   |-- AdapterMemoryError           400  a byte budget refuses it, with the numbers
     |   |   |-- AdapterTooLargeError     400
-    |   |   `-- AdapterNoRoomError       503  everything on the device is pinned or in use
+    |   |   |-- AdapterNoRoomError       503  everything on the device is pinned or in use
+    |   |   `-- AdapterDiskFullError     507  the server's disk, or its folder of uploads, has no room for the files
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
     |   |-- AdapterBusyError             429  checking it takes much work, and others are being checked: come again
     |   |-- AdapterUnavailableError      503  its files are gone, on their way or out of date, or no template runs now
@@ -258,6 +259,11 @@ class AdapterTooLargeError(AdapterMemoryError):
 
 class AdapterNoRoomError(AdapterMemoryError):
     http_status = 503
+    kind = "overloaded_error"
+
+
+class AdapterDiskFullError(AdapterMemoryError):
+    http_status = 507
     kind = "overloaded_error"
 
 

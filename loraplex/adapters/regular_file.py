@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -12,12 +13,14 @@ from itertools import islice
 from pathlib import Path
 
 from loraplex.errors import (
+    AdapterDiskFullError,
     AdapterFileFormatError,
     AdapterLoadError,
     AdapterPathForbiddenError,
     AdapterPermissionError,
     AdapterTooLargeError,
     AdapterWeightsMissingError,
+    LoraplexError,
 )
 
 MAX_BUFFERS = 512
@@ -177,3 +180,9 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def unwritable(what: str, error: OSError) -> LoraplexError:
+    """AdapterDiskFullError where a disk, or the server's share of it, is full."""
+    kind = AdapterDiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else LoraplexError
+    return kind(f"{what} could not be written: {error.strerror or error}")

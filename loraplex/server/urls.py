@@ -142,6 +142,9 @@ def fault_of_head(version: str, method: bytes, url: bytes, headers: Sequence[tup
         return f"HTTP/{version} is not spoken here: send HTTP/1.1"
     if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
         return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
+    for field in (b"authorization", b"x-api-key"):
+        if sum(name == field for name, _ in headers) > 1:
+            return f"a request has one {field.decode()} header: which of several counts would depend on the server"
     if codings and version == "1.0":
         return "HTTP/1.0 has no Transfer-Encoding: send Content-Length, or HTTP/1.1"
     if codings and codings != [b"chunked"]:

@@ -19,6 +19,7 @@ from typing import Any
 from loraplex.adapters.registry.adapter_name import split_address
 from loraplex.adapters.registry.views import NameQuery
 from loraplex.errors import (
+    AdapterDiskFullError,
     AdapterMemoryError,
     AdapterNoRoomError,
     EngineOverloadedError,
@@ -219,6 +220,8 @@ class Scope:
             return "the server is busy; try again later"
         if isinstance(error, JournalError):
             return "the database of this server cannot be used now; try again later"
+        if isinstance(error, AdapterDiskFullError):
+            return "the server has no room for these files now: unload an adapter that you uploaded, or try again later"
         if type(error) in (AdapterMemoryError, AdapterNoRoomError):
             return "there is no room for this adapter now: unpin or unload one of yours, or try again later"
 

@@ -33,6 +33,8 @@ REFUSED = {
     "bare line feeds": b"POST / HTTP/1.1\nHost: a\n\n",
     "one bare line feed": HEAD + b"X: a\nY: b\r\n\r\n",
     "a bare carriage return": HEAD + b"X: a\rY: b\r\n\r\n",
+    "two authorizations": HEAD + b"Authorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n",
+    "two keys": HEAD + b"X-API-Key: a\r\nX-API-Key: b\r\n\r\n",
     "a zero byte": HEAD + b"X: a\x00b\r\n\r\n",
     "a chunk with a bare line feed": CHUNKED + b"5\nhello\n0\n\n",
     "an extension with a bare line feed": CHUNKED + b"5;a\nhello\r\n0\r\n\r\n",

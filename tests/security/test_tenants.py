@@ -16,6 +16,7 @@ from safetensors.numpy import save
 from loraplex.adapters.registry import LoRARegistry
 from loraplex.errors import (
     AdapterContentChangedError,
+    AdapterDiskFullError,
     AdapterMemoryError,
     AdapterNoRoomError,
     EngineOverloadedError,
@@ -273,6 +274,7 @@ async def test_nothing_that_it_reads_names_what_it_may_not_see(server: Tenancy, 
         (AdapterContentChangedError("adapter 'acme/sql' changed"), True),
         (AdapterNoRoomError("adapter 'acme/sql' needs 7 bytes: 5 of 9 bytes are pinned"), False),
         (AdapterMemoryError("900 adapters are loaded"), False),
+        (AdapterDiskFullError("the disk is too full: 5 of 9 bytes are free"), False),
         (EngineOverloadedError("99 requests wait"), False),
     ],
 )

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME
 from loraplex.adapters.kinds import BASE_WEIGHT, PARTS, PREFIX, WEIGHT, Kind
 from loraplex.adapters.merging.part_folder import held, part_prefix, release, remove_abandoned
-from loraplex.adapters.regular_file import sync_path
-from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterPathNotFoundError, LoraplexError
+from loraplex.adapters.regular_file import sync_path, unwritable
+from loraplex.errors import AdapterConflictError, AdapterDiskFullError, AdapterPathNotFoundError
 
 SPARE_DISK_BYTES = 64 * 2**20
 """Stay free: others write to the same disk."""
@@ -106,11 +106,11 @@ def _whole(number: float) -> float | int:
 
 
 def check_disk(folder: Path, nbytes: int) -> None:
-    """Raise AdapterMemoryError when so much would not leave SPARE_DISK_BYTES free."""
+    """Raise AdapterDiskFullError when so much would not leave SPARE_DISK_BYTES free."""
     free = shutil.disk_usage(folder).free
     if nbytes + SPARE_DISK_BYTES > free:
         text = f"{nbytes} bytes are to be written and {free} are free, of which {SPARE_DISK_BYTES} stay free"
-        raise AdapterMemoryError(f"the disk of the output folder is too full: {text}; make room on it")
+        raise AdapterDiskFullError(f"the disk of the output folder is too full: {text}; make room on it")
 
 
 def check_output(folder: Path) -> None:
@@ -130,7 +130,7 @@ def write_directory(made: MadeAdapter, folder: Path) -> None:
     try:
         _write(made, folder)
     except OSError as error:
-        raise LoraplexError(f"{folder} could not be written: {error.strerror or error}") from error
+        raise unwritable(str(folder), error) from error
 
 
 def _write(made: MadeAdapter, folder: Path) -> None:

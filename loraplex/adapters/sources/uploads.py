@@ -27,12 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.adapters.merging.part_folder import temporary_folder
-from loraplex.adapters.regular_file import sync_path
+from loraplex.adapters.regular_file import sync_path, unwritable
 from loraplex.errors import (
-    AdapterMemoryError,
+    AdapterDiskFullError,
     AdapterTooLargeError,
     ConfigError,
-    LoraplexError,
     RequestAbortedError,
 )
 from loraplex.private_folder import private_folder
@@ -91,7 +90,7 @@ class UploadStore:
             part = self._made() / f"{RECEIVING}{secrets.token_hex(4)}"
             part.mkdir(mode=0o700)
         except OSError as error:
-            raise _unwritable(error) from error
+            raise unwritable("an upload", error) from error
         with self._lock:
             self._sizes[part] = 0
         return Upload(self, part)
@@ -144,14 +143,14 @@ class UploadStore:
             return self._folder
 
     def _take(self, part: Path, num_bytes: int) -> None:
-        """Count bytes that come. Raises AdapterTooLargeError, AdapterMemoryError."""
+        """Count bytes that come. Raises AdapterTooLargeError, AdapterDiskFullError."""
         with self._lock:
             nbytes, total = self._sizes[part] + num_bytes, sum(self._sizes.values()) + num_bytes
             if nbytes > self.limits.max_bytes:
                 text = f"the upload is longer than {self.limits.max_bytes} bytes (--max-upload-bytes)"
                 raise AdapterTooLargeError(text)
             if total > self.limits.total_bytes:
-                raise AdapterMemoryError(
+                raise AdapterDiskFullError(
                     f"the folder of uploads is full: with this one {total} bytes, and it may have "
                     f"{self.limits.total_bytes} (--max-stored-upload-bytes); unload an adapter that was uploaded"
                 )
@@ -181,7 +180,7 @@ class Upload:
 
     def write(self, name: str, data: bytes | bytearray | memoryview) -> None:
         """More of a file, of which a caller chose the name and no client. Raises AdapterTooLargeError,
-        AdapterMemoryError, and LoraplexError for a disk that fails."""
+        AdapterDiskFullError, and LoraplexError for a disk that fails."""
         with self._lock:
             if self._is_over:
                 raise RequestAbortedError("the upload was given up by its client")
@@ -197,7 +196,7 @@ class Upload:
                 while left:
                     left = left[os.write(self._files[name], left) :]
             except OSError as error:
-                raise _unwritable(error) from error
+                raise unwritable("an upload", error) from error
 
     def has(self, name: str) -> bool:
         """Whether anything of a file came."""
@@ -221,7 +220,7 @@ class Upload:
             if self._store.is_durable:
                 sync_path(folder.parent)
         except OSError as error:
-            raise _unwritable(error) from error
+            raise unwritable("an upload", error) from error
         return folder
 
     def take(self) -> None:
@@ -259,8 +258,4 @@ class Upload:
         free = shutil.disk_usage(self.folder).free - num_bytes
         if free < SPARE_DISK_BYTES:
             text = f"{free} bytes are free, of which {SPARE_DISK_BYTES} stay free"
-            raise AdapterMemoryError(f"the disk of the folder of uploads is too full: {text}; make room on it")
-
-
-def _unwritable(error: OSError) -> LoraplexError:
-    return LoraplexError(f"an upload could not be written: {error.strerror or error}")
+            raise AdapterDiskFullError(f"the disk of the folder of uploads is too full: {text}; make room on it")

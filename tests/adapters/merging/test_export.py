@@ -25,11 +25,10 @@ from loraplex.adapters.source import AdapterSource
 from loraplex.errors import (
     AdapterConflictError,
     AdapterContentChangedError,
-    AdapterMemoryError,
+    AdapterDiskFullError,
     AdapterPathNotFoundError,
     AdapterTooLargeError,
     AdapterValidationError,
-    LoraplexError,
     RequestAbortedError,
 )
 from loraplex.frontend.making import AdapterMaker
@@ -225,7 +224,7 @@ def test_a_folder_that_is_there_is_never_written_to(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_seen_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written.shutil, "disk_usage", lambda path: SimpleNamespace(free=written.SPARE_DISK_BYTES))
-    with pytest.raises(AdapterMemoryError, match="16 bytes are to be written"):
+    with pytest.raises(AdapterDiskFullError, match="16 bytes are to be written"):
         write_directory(small(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -235,7 +234,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(written, "save_file", fail)
-    with pytest.raises(LoraplexError, match="No space left on device"):
+    with pytest.raises(AdapterDiskFullError, match="No space left on device"):
         write_directory(small(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

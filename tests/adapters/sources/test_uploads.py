@@ -13,7 +13,7 @@ from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
 from loraplex.adapters.sources import uploads
 from loraplex.adapters.sources.uploads import SPARE_DISK_BYTES, Upload, UploadLimits, UploadStore
 from loraplex.core import AdapterSpec
-from loraplex.errors import AdapterMemoryError, AdapterTooLargeError, ConfigError
+from loraplex.errors import AdapterDiskFullError, AdapterTooLargeError, ConfigError
 from tests.adapters.fake_store import FakeStore
 
 NAME = "adapter_model.safetensors"
@@ -87,7 +87,7 @@ def test_all_together_are_bounded(tmp_path: Path) -> None:
     kept = sent(store).keep("abc")
     coming = sent(store)
     third = store.receive()
-    with pytest.raises(AdapterMemoryError, match="16 bytes, and it may have 15"):
+    with pytest.raises(AdapterDiskFullError, match="16 bytes, and it may have 15"):
         third.write(NAME, b"12")
     third.discard()
     store.remove(str(kept))
@@ -201,6 +201,6 @@ def test_a_disk_that_fills_up_while_an_upload_comes_keeps_its_spare(
     monkeypatch.setattr(uploads.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     upload = sent(store_at(tmp_path), b"weights")
     free[0] -= 7
-    with pytest.raises(AdapterMemoryError, match="too full"):
+    with pytest.raises(AdapterDiskFullError, match="too full"):
         upload.write(NAME, b"more")
     upload.write(NAME, b"mor")
