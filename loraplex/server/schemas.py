@@ -39,7 +39,7 @@ from loraplex.server.request_model import (
     unsupported,
 )
 from loraplex.structured.params import FORM_FIELDS, MAX_CHOICES, StructuredOutputsParams, wanted_form
-from loraplex.text.tools.wanted import WantedTools
+from loraplex.text.tools.wanted import TOOL_SCHEMA, WantedTools
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -351,7 +351,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
-    best_of: int | None = None
+    best_of: Annotated[int, documented(minimum=1)] | None = None
     add_special_tokens: bool = True
     lora_path: NameOrNames | None = None
 
@@ -363,11 +363,7 @@ class CompletionRequest(SamplingFields):
         "messages": "prompt",
         "text": "prompt",
     }
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **SamplingFields.neutral,
-        "prompt_embeds": (),
-        "suffix": ("",),
-    }
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**SamplingFields.neutral, "prompt_embeds": (), "suffix": ("",)}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *SamplingFields.rules,
         any_of(has(echo=TRUE), {"not": has(max_tokens={"const": 0})}),
@@ -536,6 +532,7 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *SamplingFields.rules,
         any_of(has(logprobs=TRUE), lacks("top_logprobs")),
+        any_of(has(tool_choice={"const": "none"}), {"properties": {"tools": {"items": TOOL_SCHEMA}}}),
     )
 
     @model_validator(mode="after")

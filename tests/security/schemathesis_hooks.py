@@ -23,7 +23,7 @@ REASONS = re.compile(
             r"needs? |exclude|send one|leave it out|not both",  # fields that say more than a schema of theirs
             r"was expected|sha256|digest|not safetensors|is truncated|is empty",  # of the body
             r"comes before|fields come first",
-            r"of no use|is needed|ids and \d+ weights",  # one field says what another must be
+            r"of no use|is needed|ids and \d+ weights|^best_of=",  # one field says what another must be
             r"schema|regex|grammar|json",  # forms
             r"numbers are the operator's",  # of this key
             r"has lora_int_id \d+, not",  # of this adapter

@@ -36,6 +36,10 @@ from loraplex.server.wires.completion_fields import OneForAll, OpenEndedCompleti
 MAX_EBNF_BYTES, MAX_EBNF_LINES = 8192, 256
 """The library that rewrites it takes time with the product of both."""
 
+BIASES = {
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
 NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -96,7 +100,7 @@ class SGLangSampling(RequestModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    logit_bias: SmallObject | None = None
+    logit_bias: Annotated[SmallObject, documented(**BIASES)] | None = None
     sampling_seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     json_schema: Annotated[str | None, EmptyIsUnset] = None
     regex: Annotated[str | None, EmptyIsUnset] = None

@@ -13,6 +13,21 @@ from loraplex.text.tools.answer import AnswerParser, Thoughts, call_parser, forc
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOOL_SCHEMA = {
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": rf"^{_NAME.pattern}$"},
+                "parameters": {"type": ["object", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+"""JSON schema of what `_function_of` takes."""
 
 
 @dataclass(frozen=True, slots=True)
