@@ -4,6 +4,7 @@
              every other trial is a mix, whose requests come one by one as those of a server do
     loads    an adapter of each rank from its files, and from the disk tier
     copies   from the host to a device with memory of its own
+    front    what `LLM` does between two steps, and for a request that comes
 
 Each trial runs a batch to its end and keeps what each step took, as the engine's caller sees it. Every HELD_OUT-th
 trial is kept from the fit, and says how good it is.
@@ -35,7 +36,7 @@ from loraplex.engine.engine import EngineCore
 from loraplex.engine.schedule_plan import SchedulePlan
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.frontend.llm import LLM
-from loraplex.twin.calibration import Calibration, ReadTime
+from loraplex.twin.calibration import Calibration, FrontTime, ReadTime
 from loraplex.twin.step_model import FEATURES, StepModel, StepWork
 
 MIN_SECONDS = 5.0
@@ -52,6 +53,7 @@ OUTPUT_TOKENS = 8
 MIXED_STEPS = 32
 """Over which the requests of a mix come, and the most tokens that one of them draws: twice their mean."""
 
+FRONT_ROWS, FRONT_STEPS = 16, 48
 MIN_PROMPT_TOKENS = 4
 MAX_ADAPTERS = 16
 FIRST_ADAPTER_ID = 1 << 20
@@ -151,6 +153,7 @@ class _Bench:
         ends_s = time.perf_counter() + seconds
         bytes_of, num_extents = self._make_adapters()
         source, disk, copy = self._measure_loads(tell)
+        front = FrontTime() if self._is_looking_ahead else self._measure_front(tell)
         fitted, held_out = self._measure_steps(ends_s, seconds, tell)
         model = StepModel.fit([each.work for each in fitted], [each.ms for each in fitted])
         errors = model.errors([each.work for each in held_out], [each.ms for each in held_out])
@@ -180,6 +183,7 @@ class _Bench:
             source=source,
             disk=disk,
             copy=copy,
+            front=front,
         )
 
     @property
@@ -243,6 +247,39 @@ class _Bench:
             points["disk"].append((found.nbytes, max(0.0, whole_s - copy_s)))
             self._llm.remove_lora(number)
         return _read_time(points["source"]), _read_time(points["disk"]), _read_time(points["copy"])
+
+    # ------------------------------------------------------------------------------------------------------------ front
+
+    def _measure_front(self, tell: Tell) -> FrontTime:
+        """Of an engine that waits for it. One that looks ahead has a step under way meanwhile."""
+        tell("front", 0.0)
+        most = min(self._config.max_num_seqs, FRONT_ROWS)
+        _, one_ms = self._front_of(1)
+        request_ms, all_ms = self._front_of(most)
+        output_ms = max(0.0, all_ms - one_ms) / max(1, most - 1)
+        return FrontTime(request_ms, max(0.0, one_ms - output_ms), output_ms)
+
+    def _front_of(self, num_rows: int) -> tuple[float, float]:
+        """Milliseconds that a request takes, and that a step of so many takes more than the engine's: medians."""
+        params = SamplingParams(temperature=0, max_tokens=FRONT_STEPS, ignore_eos=True, detokenize=False)
+        prompt = {"prompt_token_ids": [FIRST_TOKEN_ID] * MIN_PROMPT_TOKENS}
+        submit_s = [_timed(partial(self._llm.submit, prompt, params)) for _ in range(num_rows)]
+        through_front_s = self._outside_parts(self._llm.step)
+        for _ in range(num_rows):
+            self._add(Trial(num_rows, MIN_PROMPT_TOKENS, 0, 0), TrialRequest(0, 0, MIN_PROMPT_TOKENS, FRONT_STEPS))
+        engine_alone_s = self._outside_parts(self._core.step)
+        return 1e3 * float(np.median(submit_s)), 1e3 * max(0.0, through_front_s - engine_alone_s)
+
+    def _outside_parts(self, step: Callable[[], object]) -> float:
+        """Seconds of a step that are in none of its parts, which what disturbs the machine is in: the median."""
+        found = []
+        while self._core.has_unfinished:
+            before_s = self._parts_s()
+            found.append(_timed(step) - (self._parts_s() - before_s))
+        return float(np.median(found))
+
+    def _parts_s(self) -> float:
+        return sum(self._llm.stats().step_times.seconds.values())
 
     # ------------------------------------------------------------------------------------------------------------ steps
 

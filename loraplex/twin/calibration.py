@@ -17,7 +17,7 @@ from loraplex.kernels.slices import align
 from loraplex.twin.files import read_bounded
 from loraplex.twin.step_model import FEATURES, StepModel
 
-FORMAT = 4
+FORMAT = 5
 """Of the file. Another one is refused."""
 
 MAX_FILE_BYTES = 2**20
@@ -40,14 +40,27 @@ class ReadTime:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontTime:
+    """Milliseconds of the front, while its engine waits: for a request that comes, for each step, for each output."""
+
+    request_ms: float = 0.0
+    step_ms: float = 0.0
+    output_ms: float = 0.0
+
+    def after_step_s(self, num_outputs: int) -> float:
+        return 1e-3 * (self.step_ms + self.output_ms * num_outputs)
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """A model on a machine, with the settings of an engine.
 
-    step_ms: coefficient of each feature (step_model.FEATURES). error_p50, error_p90: of steps that the fit did not
-    see, relative; num_steps: that it saw. step_ratios: (tokens, measured over predicted) of steps in their order,
-    since a machine's slow moments last for several. has_one_memory: kernels read host memory (a CPU). block_bytes:
-    of a KV block of block_size tokens. adapter_bytes: packed, by rank, on all linears, in num_extents equal pieces.
-    source, disk: how long a load takes from there; copy: from the host to a device with memory of its own.
+    step_ms: coefficient of each feature (step_model.FEATURES). error_p50, error_p90: of steps that the fit did not see,
+    relative; num_steps: that it saw. step_ratios: (tokens, measured over predicted) of steps in their order, since a
+    machine's slow moments last for several. front: what passes between two steps. has_one_memory: kernels read host
+    memory (a CPU). block_bytes: of a KV block of block_size tokens. adapter_bytes: packed, by rank, on all linears, in
+    num_extents equal pieces. source, disk: how long a load takes from there; copy: from the host to a device with
+    memory of its own.
     """
 
     model: str
@@ -71,6 +84,7 @@ class Calibration:
     source: ReadTime = field(default_factory=ReadTime)
     disk: ReadTime = field(default_factory=ReadTime)
     copy: ReadTime = field(default_factory=ReadTime)
+    front: FrontTime = field(default_factory=FrontTime)
     format: int = FORMAT
 
     def step_model(self) -> StepModel:
@@ -105,9 +119,11 @@ class Calibration:
             raise ConfigError(f"{path!r} is no calibration of this version: make it again with `loraplex calibrate`")
         try:
             made = msgspec.convert(found, cls, str_keys=True)
-            for name in ("source", "disk", "copy"):  # msgspec passes over unknown names
-                if found[name].keys() != {"open_s", "byte_s"}:
-                    raise msgspec.ValidationError(f"{name} has open_s and byte_s, got {sorted(found[name])[:3]}")
+            for name in ("source", "disk", "copy", "front"):  # msgspec passes over unknown names
+                names = {each.name for each in fields(getattr(made, name))}
+                if found[name].keys() != names:
+                    text = f"{name} has {' and '.join(sorted(names))}, got {sorted(found[name])[:3]}"
+                    raise msgspec.ValidationError(text)
         except (msgspec.ValidationError, OverflowError) as error:
             raise ConfigError(f"calibration {path!r} is damaged: {error}") from error
         odd = made._odd()
@@ -126,6 +142,7 @@ class Calibration:
                 return name
         times = [*(self.step_ms.get(name, -1.0) for name in FEATURES)]
         times += [number for ratio in self.step_ratios for number in ratio]
+        times += [self.front.request_ms, self.front.step_ms, self.front.output_ms]
         times += [1e3 * each for read in (self.source, self.disk, self.copy) for each in (read.open_s, read.byte_s)]
         if not all(0 <= each <= MAX_MS for each in times):
             return "a time"

@@ -5,7 +5,8 @@
     stall        nothing can run: the runner rests until a load is done or a request comes
 
 A step begins with what has arrived by then, as in an engine's process: what comes while it runs waits for the next.
-Tokens count as seen when the step ends: time on the network and in the server is not in the figures.
+Tokens count as seen when the front has them, behind the step: time on the network and in the server is not in the
+figures.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Simulation:
     ) -> None:
         self._watch = watch
         self._block_bytes = calibration.block_bytes
+        self._front = calibration.front
         self._arrivals: Arrivals = workload.arrivals()
         self._check_lengths(calibration.max_model_len)
         self._shared = workload.shared_prefix_tokens
@@ -217,10 +219,11 @@ class Simulation:
         outputs: list[TokenOutput] = []
         while runner.inbox:
             request_id, flight = runner.inbox.popleft()
+            engine.clock.now_s += 1e-3 * self._front.request_ms
             outputs += self._submit(request_id, flight, engine)
         outputs += engine.step()
         runner.hear()
-        ends_s = engine.clock.now_s
+        ends_s = engine.clock.now_s + self._front.after_step_s(len(outputs))
         runner.num_stalls = runner.num_stalls + 1 if engine.core.is_stalled else 0
         if runner.num_stalls > MAX_STALLS:
             raise LoraplexError(f"a simulated engine is stuck: {engine.scheduler.waiting_by_cause()} requests wait")

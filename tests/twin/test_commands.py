@@ -53,6 +53,8 @@ def test_calibrate(run: Run, tmp_path: Path) -> None:
     assert sum(made.step_ms.values()) > 0
     assert sorted(made.adapter_bytes) == [1, 4, 16]
     assert made.adapter_bytes[1] < made.adapter_bytes[4] < made.adapter_bytes[16]
+    assert 0 < made.front.step_ms + made.front.output_ms < sum(made.step_ms.values())
+    assert made.front.request_ms > 0
     assert made.source.seconds(made.adapter_bytes[16]) > 0
     assert (made.has_one_memory, made.look_ahead, made.max_model_len) == (True, False, 256)
     code, out, err = run("simulate", str(path), "--requests", "20", "--json", "--rate", "20", "--adapters", "4")

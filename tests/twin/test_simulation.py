@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loraplex.engine.schedule_plan import SchedulePlan
 from loraplex.errors import ConfigError
-from loraplex.twin.calibration import Calibration, ReadTime
+from loraplex.twin.calibration import Calibration, FrontTime, ReadTime
 from loraplex.twin.results import SimulationResult, Spread
 from loraplex.twin.settings import FleetSettings, TwinSettings
 from loraplex.twin.simulation import Simulation
@@ -48,6 +48,19 @@ def test_a_request_alone(tmp_path: Path) -> None:
     assert result.tokens_per_s == pytest.approx(5 / (0.012 + 4 * 0.0101))
     assert (result.num_steps, result.hits, result.misses, result.loads) == (5, 0, 0, 0)
     assert result.utilization == (pytest.approx(1.0),)
+
+
+def test_the_front_works_between_steps(tmp_path: Path) -> None:
+    """1 ms for a request, and behind a step 2 ms and 0.5 for each output: none of it is in a step."""
+    front = FrontTime(request_ms=1.0, step_ms=2.0, output_ms=0.5)
+    workload = trace(tmp_path / "t", (1.0, None, 20, 3), (1.001, None, 20, 3))
+    result = Simulation(calibration(front=front), engine_settings(), workload).run()
+    first_s = 0.001 + 0.012 + 0.0025
+    assert result.first_token_s.max == pytest.approx(first_s + 0.001 + 0.010 + 21 * 0.1e-3 + 0.003 - 0.001)
+    assert result.inter_token_s is not None
+    assert result.inter_token_s.max == pytest.approx(0.001 + 0.010 + 21 * 0.1e-3 + 0.003)
+    assert result.num_steps == 4
+    assert result.utilization[0] < 0.85
 
 
 def test_who_comes_during_a_step_waits_for_its_end(tmp_path: Path) -> None:
@@ -249,8 +262,10 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"adapter_bytes": {"0": 5}}, "is damaged: adapter_bytes is nothing"),
         ({"adapter_bytes": {"8": 10**40}}, "is damaged: "),
         ({"adapter_bytes": {"x": 1}}, "is damaged: Expected `int`"),
-        ({"source": {"open": 1}}, "is damaged: source has open_s and byte_s"),
+        ({"source": {"open": 1}}, "is damaged: source has byte_s and open_s"),
         ({"source": {"open_s": 0.0, "byte_s": -1.0}}, "is damaged: a time is nothing"),
+        ({"front": {"step_ms": 1.0}}, "is damaged: front has output_ms and request_ms and step_ms"),
+        ({"front": {"step_ms": 1.0, "request_ms": -1.0, "output_ms": 0.0}}, "is damaged: a time is nothing"),
         ({"model": "\x1b]0;title\x07"}, "is damaged: model is nothing"),
         ({"machine": "[link=http://x]" * 1000}, "is damaged: machine is nothing"),
     ],
