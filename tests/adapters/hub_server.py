@@ -36,6 +36,15 @@ class Hub:
         self.list_headers: dict[str, str] = {}
         self.list_body: bytes | None = None
         """Of every list of files, in place of it."""
+        self.headers: dict[str, str] = {}
+        """Of every answer with `status`."""
+        self.list_delay_s = 0.0
+        self.list_redirect = ""
+        """Where every request for a list is sent."""
+        self.file_status = 200
+        self.file_body: bytes | None = None
+        """What is sent of every file, in place of its own bytes, in chunks."""
+        self.file_headers: dict[str, str] = {}
         self.tokens: list[str | None] = []
         hub = self
 
@@ -84,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.tokens.append(self.headers.get("Authorization"))
         time.sleep(self.hub.delay_s)
         if self.hub.status is not None:
-            self._send(self.hub.status, b"{}", {"X-Error-Code": self.hub.error_code or ""})
+            self._send(self.hub.status, b"{}", {"X-Error-Code": self.hub.error_code or "", **self.hub.headers})
         elif path.startswith("/api/models/"):
             self._api(path.removeprefix("/api/models/").split("/"))
         else:
@@ -96,12 +105,15 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             return
         if verb == "tree":
+            time.sleep(self.hub.list_delay_s)
             folder = "".join(f"{each}/" for each in parts[4:])
             listed = [
                 {"type": "file", "path": name, "size": self.hub.sizes.get(name, len(data)), "oid": sha_of({name: data})}
                 for name, data in files.items()
                 if name.startswith(folder) and "/" not in name.removeprefix(folder)
             ]
+            if self.hub.list_redirect:
+                return self._send(302, b"", {"Location": self.hub.list_redirect})
             if not listed:
                 return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             body = json.dumps(listed).encode() if self.hub.list_body is None else self.hub.list_body
@@ -123,7 +135,16 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in files:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         etag = self.hub.etag or f'"{sha_of({name: files[name]})}"'
-        self._send(200, files[name], {"X-Repo-Commit": sha_of(files), "ETag": etag})
+        headers = {"X-Repo-Commit": sha_of(files), "ETag": etag, **self.hub.file_headers}
+        if self.hub.file_body is None or self.command == "HEAD":
+            return self._send(200, files[name], headers)
+        self.send_response(self.hub.file_status)
+        for each in headers.items():
+            self.send_header(*each)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with suppress(ConnectionError):
+            self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(self.hub.file_body), self.hub.file_body))
 
     def _files(self, repo: str, revision: str) -> Files | None:
         revisions = self.hub.repos.get(repo)

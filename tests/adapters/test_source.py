@@ -386,6 +386,66 @@ def test_what_a_hub_says_of_an_adapter_is_bounded(hub: Hub, client: Client) -> N
     assert len(hub.requests) < 3 * MAX_REQUESTS
 
 
+def test_what_a_hub_redirects_to_is_bounded(hub: Hub, client: Client) -> None:
+    """A list that came from a path without `/api/` was read whole: 3.8 GB of memory for 1.2 GB sent."""
+    with Hub(REPOS) as other:
+        other.file_body = b" " * (40 << 20)
+        hub.list_redirect = f"{other.url}/org/sql/resolve/main/adapter_config.json"
+        (answer,) = client.fetch(hub, "org/sql")
+    assert "HubAnswerError" in answer["message"]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_file_has_the_bytes_that_the_hub_listed(hub: Hub, client: Client, tmp_path: Path, status: int) -> None:
+    """And an error none of a file's: it was read whole, for its message."""
+    hub.file_status, hub.file_body = status, b" " * (40 << 20)
+    (answer,) = client.fetch(hub, "org/sql")
+    assert answer["error"] == "AdapterFetchError"
+    assert "HubAnswerError" in answer["message"]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 1 << 20
+
+
+def test_xet_is_not_asked(hub: Hub, client: Client) -> None:
+    """Its client is none of Python's: it sent the token to any host that an answer named, and no bound held there."""
+    with Hub(REPOS) as other:
+        refresh = f"{other.url.replace('127.0.0.1', 'localhost')}/refresh"
+        hub.file_headers = {"X-Xet-Hash": "d" * 64, "X-Xet-Refresh-Route": refresh}
+        (answer,) = client.fetch(hub, "org/sql", HF_TOKEN="hf_secret", HF_HUB_DISABLE_XET="0")
+        assert "error" not in answer
+        assert other.requests == []
+
+
+@pytest.mark.parametrize("headers", [{"Retry-After": "86400"}, {"RateLimit": '"api";r=0;t=86400'}])
+def test_a_hub_that_asks_for_a_long_pause_is_not_waited_for(hub: Hub, client: Client, headers: dict[str, str]) -> None:
+    """The library slept for a day, and the fetch kept its place among those that run."""
+    hub.status, hub.headers = 429, headers
+    (answer,) = client.fetch(hub, "org/sql", timeout_s=20.0)
+    assert answer["error"] == "AdapterFetchError"
+    assert "HubAnswerError" in answer["message"]
+    assert len(hub.requests) == 1
+
+
+def test_a_fetch_ends_with_its_deadline(hub: Hub, tmp_path: Path) -> None:
+    """The library asks for a list without any timeout: a hub that does not answer kept the place for ever."""
+    hub.list_delay_s = 30.0
+    code = (
+        "import sys, threading, time; from pathlib import Path; from loraplex.adapters.source import AdapterSource\n"
+        "from loraplex.errors import AdapterFetchTimeoutError\n"
+        "try: AdapterSource(None, Path(sys.argv[1]), 1.5).fetch('hf://org/sql')\n"
+        "except AdapterFetchTimeoutError: pass\n"
+        "else: sys.exit('it was fetched')\n"
+        "end = time.monotonic() + 15\n"
+        "while any(each.name.startswith('fetch') for each in threading.enumerate()):\n"
+        "    assert time.monotonic() < end, 'it goes on'\n"
+        "    time.sleep(0.05)\n"
+    )
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_token_goes_to_no_other_host(hub: Hub, client: Client) -> None:
     with Hub(REPOS) as other:
         elsewhere = other.url.replace("127.0.0.1", "localhost")

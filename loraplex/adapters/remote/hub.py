@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from typing import Any
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder, read_files
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.remote.fetched import MakeRoom, check_disk
-from loraplex.adapters.remote.hub_client import guard_client, listing
+from loraplex.adapters.remote.hub_client import HubFetch, guard_client
 from loraplex.adapters.remote.wanted import MAX_FILES, check_sizes, wanted_names
 from loraplex.errors import (
     AdapterConfigMissingError,
@@ -143,8 +143,8 @@ def _is_revision(text: str) -> bool:
 
 
 class HubFetches:
-    """Fetches that run, one of an adapter at a time. huggingface_hub cannot be cancelled: past its deadline a fetch is
-    left to end by the library's timeouts, and runs until then."""
+    """Fetches that run, one of an adapter at a time. huggingface_hub cannot be cancelled: past its deadline a fetch
+    ends with the next piece of an answer (`HubFetch`), and counts until then."""
 
     def __init__(self) -> None:
         self._running: set[Path] = set()
@@ -223,8 +223,9 @@ class HubCache:
         folder = _folder_of(adapter, root)
         _check_reference(folder, adapter)
         guard_client()
+        requests = HubFetch(self.timeout_s)
         try:
-            with listing():
+            with requests.listing():
                 commit, listed = _listed(adapter)
         except Exception as error:
             return self._found_here(adapter, root, error)
@@ -235,7 +236,7 @@ class HubCache:
         directory = folder / "snapshots" / commit / adapter.folder
         missing = sum(size for name, size in sizes.items() if not (directory / name).exists())
         self.make_room(adapter, folder, missing)
-        _download(adapter, root, commit, list(sizes), min(REQUEST_TIMEOUT_S, self.timeout_s))
+        _download(adapter, root, commit, sizes, requests)
         if adapter.revision != commit:  # for when the hub is away; the library notes what it resolved itself
             reference = folder / "refs" / (adapter.revision or "main")
             with suppress(OSError):  # another revision may have had the name of its folder
@@ -304,7 +305,7 @@ def _listed(adapter: HubAdapter) -> tuple[str, dict[str, int]]:
     return commit, {each.path.rpartition("/")[2]: each.size for each in files}
 
 
-def _download(adapter: HubAdapter, root: Path, commit: str, names: list[str], timeout_s: float) -> None:
+def _download(adapter: HubAdapter, root: Path, commit: str, sizes: Mapping[str, int], requests: HubFetch) -> None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm
 
@@ -312,15 +313,16 @@ def _download(adapter: HubAdapter, root: Path, commit: str, names: list[str], ti
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
-    for name in names:
-        hf_hub_download(
-            adapter.repo,
-            f"{adapter.folder}/{name}".lstrip("/"),
-            revision=commit,
-            cache_dir=root,
-            etag_timeout=timeout_s,
-            tqdm_class=NoProgressBar,
-        )
+    for name, size in sizes.items():
+        with requests.receiving(size):
+            hf_hub_download(
+                adapter.repo,
+                f"{adapter.folder}/{name}".lstrip("/"),
+                revision=commit,
+                cache_dir=root,
+                etag_timeout=REQUEST_TIMEOUT_S,
+                tqdm_class=NoProgressBar,
+            )
 
 
 def _no_config(adapter: HubAdapter) -> AdapterLoadError:
