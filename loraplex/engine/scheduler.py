@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from loraplex.core import (
     BlockAllocator,
@@ -246,6 +246,7 @@ class Scheduler:
             self._give_way(seated, keeps_kv=True)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, budget)
+        budget.give_back(scheduled)
         self.speculation.extend(scheduled, budget.num_tokens, self._blocks.reserve, self._max_model_len)
         called = self._turns.called(self._waiting) if paused else ()
         if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
@@ -292,22 +293,21 @@ class Scheduler:
         others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
         return last_served(others) if others else None
 
-    def _next_tokens(self) -> Iterator[tuple[RequestState, int]]:
+    def _next_tokens(self) -> Iterable[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""
-        budget = self.levels.budget(self._running)
-        for state in self._running:
-            is_over = state.is_last_token_pending(self._max_model_len)
-            num_tokens = 0 if is_over else budget.fit(state)
-            if num_tokens > 0:
-                yield state, num_tokens
-                budget.take(num_tokens, state)
+        running = [state for state in self._running if not state.is_last_token_pending(self._max_model_len)]
+        return self.levels.budget(self._running).shared_out(running, self._may_admit)
+
+    def _may_admit(self) -> bool:
+        return self._num_seats_taken < self._max_running and self._waiting.next_ready() is not None
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> StepBudget:
         """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the last."""
         budget = self.levels.budget(self._running)
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
-                later = self._running[self._running.index(state) :]  # those before it are in the step already
+                in_step = [sequence.state for sequence in scheduled]
+                later = [each for each in self._running if each not in in_step]
                 self._give_way(last_served(later), keeps_kv=False)
             if state.status is not RequestStatus.RUNNING:
                 continue  # it was preempted itself, or for one before it

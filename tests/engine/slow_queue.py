@@ -66,8 +66,9 @@ class SlowQueue:
     def tell_time(self, now_s: float) -> None:
         """No tenant has a target."""
 
-    def next_ready(self) -> None:
-        """There is one tenant."""
+    def next_ready(self) -> RequestState | None:
+        first = min(self.states, key=lambda each: each.rank, default=None)
+        return first if first is not None and self.cause_of(first) is None else None
 
     def first(self, num_states: int) -> list[RequestState]:
         return [state for state in self.states[:num_states] if self.cause_of(state) is None]

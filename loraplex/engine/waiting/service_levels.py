@@ -15,7 +15,7 @@ that could run waits for no target. What is missed in spite of this is counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence
@@ -24,6 +24,9 @@ LEAST_SHARE = 8
 GROWTH = 16
 CALM_SHARE = 0.8
 
+
+ADMITTED_SHARE = 4
+"""One in so many of a step's tokens of prompts."""
 
 MAX_CANDIDATES = 4096
 """Of log probabilities of prompts, in a step: each takes microseconds of Python, here and in the server."""
@@ -36,6 +39,49 @@ class StepBudget:
     num_tokens: int
     num_prompt_tokens: int
     num_candidates: int = MAX_CANDIDATES
+
+    def shared_out(
+        self, running: Sequence[RequestState], may_admit: Callable[[], bool]
+    ) -> list[tuple[RequestState, int]]:
+        """What each of the running requests, the oldest first, runs of it; those that run nothing are left out.
+
+        Drawn tokens come first. Of prompts the one with the fewest tokens left comes first, and half is the oldest
+        one's. While that takes more than a step, a quarter is for requests that may be admitted: so a long prompt holds
+        up no short one, and is never held up itself.
+        """
+        drawn = [state for state in running if state.num_unscheduled_tokens == 1]
+        prompts = [state for state in running if state.num_unscheduled_tokens > 1]
+        found = [(state, num_tokens) for state in drawn if (num_tokens := self._give(state)) > 0]
+        if not prompts:
+            return found
+        oldest, most = prompts[0], min(self.num_tokens, self.num_prompt_tokens)
+        if oldest.num_unscheduled_tokens > most and may_admit():
+            self.num_tokens -= most // ADMITTED_SHARE
+            self.num_prompt_tokens -= most // ADMITTED_SHARE
+        num_kept = min(oldest.num_unscheduled_tokens, most // 2)
+        for state in sorted(prompts, key=lambda each: each.num_unscheduled_tokens):
+            num_kept = 0 if state is oldest else num_kept
+            if (num_tokens := self._give(state, num_kept)) > 0:
+                found.append((state, num_tokens))
+        return found
+
+    def give_back(self, scheduled: list[ScheduledSequence]) -> None:
+        """What was kept for others, and not used by them, goes to the prompts of the step."""
+        for index, sequence in enumerate(scheduled):
+            state = sequence.state
+            num_left = state.num_unscheduled_tokens - sequence.num_tokens
+            num_more = min(num_left, self.num_tokens, self.num_prompt_tokens, self._num_scored(state))
+            if num_more > 0:
+                scheduled[index] = ScheduledSequence.next_of(state, sequence.num_tokens + num_more)
+                self.take(num_more, state)
+
+    def _give(self, state: RequestState, num_kept: int = 0) -> int:
+        """num_kept: tokens that are for another."""
+        num_tokens = self.fit(state)
+        if num_kept:
+            num_tokens = max(0, min(num_tokens, self.num_tokens - num_kept, self.num_prompt_tokens - num_kept))
+        self.take(num_tokens, state)
+        return num_tokens
 
     def fit(self, state: RequestState) -> int:
         """How many of a request's next tokens; one alone is a token that was drawn."""
