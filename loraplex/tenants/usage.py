@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,10 @@ TABS_AT_ONCE = 128
 KEPT_DAYS = 400
 OF_MIXES = "//mix"
 """No adapter can be called so. The names in a mix are the client's choice, and may be any number of mixes."""
+
+OF_REST = "//rest"
+MAX_ADAPTERS_A_DAY = 2**14
+"""Of a tenant, with rows of their own: it may give its adapters new names all day. The others are counted together."""
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +154,8 @@ class UsageBook:
         self._open: set[Tab] = set()
         self._unwritten: dict[UsageKey, Counts] = {}
         self._being_written: dict[UsageKey, Counts] = {}
+        self._today = ""
+        self._adapters: defaultdict[str, set[int]] = defaultdict(set)  # hashes of names, by tenant
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._is_closed = threading.Event()
@@ -217,11 +224,23 @@ class UsageBook:
 
     def _count(self, tabs: Iterable[Tab]) -> None:
         day = f"{datetime.fromtimestamp(self._clock(), UTC):%Y-%m-%d}"
+        if day != self._today:
+            self._today, self._adapters = day, defaultdict(set)
         for tab in tabs:
             due = tab.due()
             if not due.is_empty:
-                self._unwritten.setdefault(UsageKey(day, tab.key_id, tab.adapter, tab.tenant), Counts()).add(due)
+                key = UsageKey(day, tab.key_id, self._row_of(tab), tab.tenant)
+                self._unwritten.setdefault(key, Counts()).add(due)
                 self._on_tokens(tab.tenant, due.generated_tokens)
+
+    def _row_of(self, tab: Tab) -> str:
+        known, name = self._adapters[tab.tenant], hash(tab.adapter)
+        if not tab.tenant or name in known:
+            return tab.adapter
+        if len(known) >= MAX_ADAPTERS_A_DAY:
+            return OF_REST
+        known.add(name)
+        return tab.adapter
 
     def _write(self) -> None:
         is_away = is_last = False

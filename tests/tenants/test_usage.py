@@ -14,6 +14,7 @@ import pytest
 
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput
 from loraplex.errors import JournalError
+from loraplex.tenants import usage
 from loraplex.tenants.store import TenantStore, open_store
 from loraplex.tenants.usage import Counts, Tab, UsageBook, UsageKey, UsageQuery, as_csv
 from tests.tenants.conftest import until
@@ -44,6 +45,13 @@ def total(store: TenantStore) -> Counts:
     return counts
 
 
+def spend(book: UsageBook, one: Tab) -> None:
+    """A request from its admission to its end."""
+    book.open(one)
+    one.first_s, one.output = one.began_s, output(1, finished=True)
+    book.end(one)
+
+
 @pytest.fixture
 def opened(state_dir: Path) -> TenantStore:
     return open_store(state_dir, None)
@@ -67,6 +75,27 @@ def test_a_request_is_counted_once_however_often_it_is_looked_at(opened: TenantS
         book.flush()
         assert total(opened) == Counts(1, 0, 10, 4, 9, 0.5)
     assert sum(num_tokens for _, num_tokens in drawn) == 9
+
+
+def test_a_tenant_has_rows_for_so_many_names_a_day(opened: TenantStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may load and unload one adapter under new names all day: each had a row that is kept for 400 days."""
+    monkeypatch.setattr(usage, "MAX_ADAPTERS_A_DAY", 3)
+    now = [NOON]
+    with closing(opened), closing(UsageBook(opened, clock=lambda: now[0], interval_s=1e6)) as book:
+        for tenant in ("acme", "beta", ""):
+            for name in ("a", "b", "c", "d", "b", "e"):
+                spend(book, tab(name, key_id=tenant or "operator", tenant=tenant))
+        now[0] += 86_400
+        spend(book, tab("e", key_id="acme"))
+        book.flush()
+        rows = [(row["key_id"], row["adapter"], row["requests"]) for row in opened.usage(UsageQuery(), 100)]
+    bounded = ("//rest", 2), ("a", 1), ("b", 2), ("c", 1)
+    assert rows == [
+        *(("acme", *each) for each in bounded),
+        *(("beta", *each) for each in bounded),
+        *(("operator", name, 2 if name == "b" else 1) for name in "abcde"),
+        ("acme", "e", 1),
+    ]
 
 
 def test_what_ended_in_an_error_is_one(opened: TenantStore) -> None:
