@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,7 +47,8 @@ from tests.adapters.fake_store import Bench, FakeStore, Gate
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed (pip install loraplex[postgres])")
 
 from loraplex.adapters.journal import postgres_journal, postgres_tables  # noqa: E402
-from loraplex.adapters.journal.postgres_journal import PostgresJournal  # noqa: E402
+from loraplex.adapters.journal.postgres_journal import MAX_TURNS_OF_A_TENANT, PostgresJournal  # noqa: E402
+from loraplex.adapters.sources.turns import working_for  # noqa: E402
 
 BASE = "/models/base"
 WAIT_S = 30.0
@@ -177,6 +179,39 @@ def test_each_verb_is_known_to_all_in_under_a_second(begin: Callable[..., Server
     agree(one, other)
     one.bench.check_idle()
     other.bench.check_idle()
+
+
+def test_verbs_of_one_tenant_at_two_servers_hold_up_no_other(begin: Callable[..., Server]) -> None:
+    """All that wait for one session, 32 threads of one tenant took turns before another's, and asked for answers."""
+    servers = begin(), begin()
+    names = [f"acme/{index}" for index in range(40)]
+    for name in ("beta/a", *names):
+        servers[0].registry.load(name, f"/{name}")
+    stop, num_turns = threading.Event(), Counter[str]()
+
+    def flood(server: Server, name: str) -> None:
+        with working_for("acme"):
+            while not stop.is_set():
+                (server.registry.unpin if server.registry.describe(name).is_pinned else server.registry.pin)(name)
+                num_turns["acme"] += 1
+
+    half = len(names) // 2
+    threads = [threading.Thread(target=flood, args=(servers[at // half], name)) for at, name in enumerate(names)]
+    passed = []
+    try:
+        for thread in threads:
+            thread.start()
+        until(lambda: num_turns["acme"] > len(names))
+        with working_for("beta"):
+            for verb in (servers[0].registry.pin, servers[0].registry.unpin) * 4:
+                before = num_turns["acme"]
+                verb("beta/a")
+                passed.append(num_turns["acme"] - before)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(passed)[len(passed) // 2] <= 6 * MAX_TURNS_OF_A_TENANT, "those that had begun, at both servers"
 
 
 def test_all_of_a_name_is_shared(begin: Callable[..., Server]) -> None:

@@ -46,6 +46,7 @@ from loraplex.adapters.registry.records import (
     SharedJournal,
     Write,
 )
+from loraplex.adapters.sources.turns import FairTurns
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S
 from loraplex.errors import (
     AdapterBusyError,
@@ -56,6 +57,9 @@ from loraplex.errors import (
 )
 
 _log = logging.getLogger(__name__)
+
+MAX_TURNS, MAX_TURNS_OF_A_TENANT = 16, 4
+"""Verbs of this server that want the session, or wait for other servers and ask about them with it."""
 
 POLL_S = 0.2
 MAX_NOTICES = 1000
@@ -99,6 +103,7 @@ class PostgresJournal(SharedJournal):
         self._count_interval_s = count_interval_s
         self._database = Database(url)
         self._mutex = threading.Lock()  # the session that writes, and what the registry has applied
+        self._turns = FairTurns(MAX_TURNS, MAX_TURNS_OF_A_TENANT)
         self._writer: sa.Connection | None = None
         self._reader: sa.Connection | None = None
         self._asked_s: float | None = None
@@ -313,6 +318,10 @@ class PostgresJournal(SharedJournal):
 
     @contextmanager
     def turn(self) -> Iterator[Write]:
+        with self._turns.own():
+            yield from self._turn()
+
+    def _turn(self) -> Iterator[Write]:
         self._refuse_when_away()
         with self._mutex:
             self._apply_learned(0.0)
