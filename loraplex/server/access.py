@@ -9,10 +9,11 @@ from urllib.parse import unquote_plus
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import Message
 
 from loraplex.errors import LoraplexError
 from loraplex.server.api_error import MAX_SHOWN_CHARS, ApiError, unknown_parameter
-from loraplex.server.auth import Caller, caller_of
+from loraplex.server.auth import Caller, caller_of, unknown_key
 from loraplex.tenants.records import Role
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def declared_access(endpoint: Callable[..., Any]) -> Access | None:
 
 
 class GuardedRoute(APIRoute):
-    """Answers 403 to a key that may not use the route, before the request is read, and records every verb."""
+    """Answers 403 to a key that may not use the route, before the request is read, and records every verb. A verb's key
+    is looked up again when the body has come: it may have been revoked meanwhile."""
 
     def get_route_handler(self) -> Handler:
         handle = self.unguarded_handler()
@@ -95,7 +97,7 @@ class GuardedRoute(APIRoute):
 
         async def recorded(request: Request) -> Response:
             with request.app.state.context.audit.recording(request, self.path) as record:
-                response = await checked(request)
+                response = await checked(_checked_again(request, access))
                 record.status = response.status_code
                 return response
 
@@ -126,6 +128,23 @@ def check_access(request: Request, access: Access) -> None:
             f"{route}: no key may load, replace or unload an adapter here (--disable-dynamic-loading)",
             "dynamic_loading_disabled",
         )
+
+
+def _checked_again(request: Request, access: Access) -> Request:
+    """The same request, whose caller is looked up again when the last of its body is read. That raises ApiError: 401
+    for a key that opens nothing any longer, whose caller stays for the audit record, and what `check_access` raises."""
+
+    async def receive() -> Message:
+        message = await request.receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            caller = request.app.state.context.keys.admitted(request.headers)
+            if caller is None:
+                raise unknown_key()
+            request.state.caller = caller
+            check_access(request, access)
+        return message
+
+    return Request(request.scope, receive)
 
 
 def clean_error(error: LoraplexError, request: Request) -> None:

@@ -117,6 +117,8 @@ def error_response(error: Exception, headers: dict[str, str] | None = None, body
     """body: in a form of its own."""
     status = status_of(error)
     headers = dict(headers or {})
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, TenantLimitError):
         headers |= error.headers
     if isinstance(error, AdapterFaultError | EngineDeadError | TenantLimitError):

@@ -165,13 +165,7 @@ class ApiKeyMiddleware:
                 context.tenant = caller.scope.tenant
             await self._app(scope, receive, send)
             return
-        error = ApiError(
-            "no valid API key was sent; send `Authorization: Bearer KEY` with a key of this server",
-            status=401,
-            kind="authentication_error",
-            code="invalid_api_key",
-        )
-        await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        await error_response(unknown_key())(scope, receive, send)
 
     def _caller_of(self, scope: AsgiScope) -> Caller | None:
         if not self._keys.has_keys:
@@ -187,7 +181,12 @@ class ApiKeyMiddleware:
         return is_read and path in self._open_paths and not is_closed
 
 
+def unknown_key() -> ApiError:
+    text = "no valid API key was sent; send `Authorization: Bearer KEY` with a key of this server"
+    return ApiError(text, status=401, kind="authentication_error", code="invalid_api_key")
+
+
 def caller_of(request: Request) -> Caller:
-    """The caller that the middleware has found."""
+    """The caller that the middleware has found; of a verb, as it was known when the body had come (access.py)."""
     caller: Caller = request.state.caller
     return caller

@@ -7,13 +7,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from loraplex.events import Detail, EventKind
 from loraplex.frontend.event_hub import EventBatch, NumberedEvent
-from loraplex.server.access import Access, StrictRoute, requires
+from loraplex.server.access import Access, StrictRoute, may_use, requires
 from loraplex.server.context import ServerContext
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.openapi import operation
@@ -24,6 +25,9 @@ HEARTBEAT_S = 15.0
 HEARTBEAT = b": heartbeat\n\n"
 GREETING = b"retry: 2000\n\n"
 """Sent at once: a client that loses the stream comes back after these milliseconds."""
+
+KEY_CHECK_S = 0.5
+"""So often at least the key of a stream is looked up; also when something has happened, before that is sent."""
 
 Sleep = Callable[[float], Awaitable[object]]
 
@@ -99,6 +103,7 @@ class EventRoutes:
     def __init__(self, context: ServerContext, sleep: Sleep = asyncio.sleep) -> None:
         self._hub = context.engine.events
         self._streams = context.event_streams
+        self._keys = context.keys
         self._sleep = sleep
 
     def router(self) -> APIRouter:
@@ -110,6 +115,7 @@ class EventRoutes:
     @requires(Access.ADMIN)
     async def events(
         self,
+        request: Request,
         query: Annotated[EventsQuery, Query()],
         last_event_id: Annotated[int | None, Header(ge=0)] = None,
     ) -> Response:
@@ -120,19 +126,22 @@ class EventRoutes:
             return Response(encode(_page(self._hub.after(after or 0), kinds)), media_type="application/json")
         self._streams.enter()
         batches = self._hub.subscribe(self._hub.last_id if after is None else after)
-        return _CountedStream(self._sent(batches, kinds), batches, self._streams)
+        return _CountedStream(self._sent(request.headers, batches, kinds), batches, self._streams)
 
     async def _sent(
-        self, batches: AsyncGenerator[EventBatch, None], kinds: frozenset[EventKind]
+        self, headers: Headers, batches: AsyncGenerator[EventBatch, None], kinds: frozenset[EventKind]
     ) -> AsyncGenerator[bytes, None]:
-        """The bytes of a stream, until the hub or the server ends."""
+        """The bytes of a stream, until the hub or the server ends, or the key that opened it may not any longer."""
         yield GREETING
         closing = asyncio.ensure_future(self._streams.until_closed())
         news = asyncio.ensure_future(anext(batches, None))
         timer = asyncio.ensure_future(self._sleep(HEARTBEAT_S))
         try:
             while not closing.done():
-                await asyncio.wait((news, timer, closing), return_when=asyncio.FIRST_COMPLETED)
+                waited = news, timer, closing
+                await asyncio.wait(waited, timeout=KEY_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+                if not self._may_follow(headers):
+                    return
                 if news.done():
                     batch = news.result()
                     if batch is None:
@@ -147,6 +156,10 @@ class EventRoutes:
             for task in (news, timer, closing):
                 task.cancel()
             await asyncio.gather(news, timer, closing, return_exceptions=True)
+
+    def _may_follow(self, headers: Headers) -> bool:
+        caller = self._keys.admitted(headers)
+        return caller is not None and may_use(caller, Access.ADMIN)
 
 
 def _page(batch: EventBatch, kinds: frozenset[EventKind]) -> EventPage:

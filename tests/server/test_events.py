@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from loraplex.events import EngineEvent, EventKind
 from loraplex.server import ServerConfig, create_app
@@ -139,8 +139,8 @@ async def body_of(response: Any) -> AsyncIterator[bytes]:
 
 
 async def test_a_heartbeat_every_15_seconds(app: FastAPI, engine: FakeAsyncEngine) -> None:
-    sleep = FakeSleep()
-    response = await EventRoutes(app.state.context, sleep).events(EventsQuery())
+    sleep, request = FakeSleep(), Request({"type": "http", "headers": []})
+    response = await EventRoutes(app.state.context, sleep).events(request, EventsQuery())
     chunks = await body_of(response)
     assert await anext(chunks) == GREETING
     for num_beats in (1, 2):
