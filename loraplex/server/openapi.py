@@ -38,10 +38,11 @@ DESCRIPTIONS = {
     502: "The hub answered with an error",
     503: "Not now; `Retry-After` says when to come again, if that is known",
     504: "The hub or the engine did not answer in time, or the time of the request has passed",
+    507: "The disk of the server, or its folder of uploads, is full",
 }
 OF_ALL = (400, 403, 408, 431, 500, 503)
 OF_BODIES = (413, 415, 429)
-OF_ADAPTERS = (403, 404, 409, 429, 499, 502, 504)
+OF_ADAPTERS = (403, 404, 409, 429, 499, 502, 504, 507)
 OF_GENERATION = (404, 429, 499, 504)
 
 _EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("data", "event", "id")}}
