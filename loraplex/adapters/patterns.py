@@ -27,9 +27,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from loraplex.adapters.sources.turns import FairTurns
 from loraplex.errors import AdapterBusyError, shown
 from loraplex.processes.environment import child_environment
+from loraplex.processes.fair_turns import FairTurns
 
 MAX_STEPS = 2_000_000
 MAX_PATTERN_CHARS = 200_000

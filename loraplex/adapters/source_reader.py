@@ -14,7 +14,6 @@ from loraplex.adapter_store import AdapterContent
 from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.sources.turns import working_for
 from loraplex.adapters.weights import ByteBudget, CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.errors import (
@@ -27,6 +26,7 @@ from loraplex.errors import (
     AdapterValidationError,
     error_from_payload,
 )
+from loraplex.processes.fair_turns import working_for
 
 REFUSED_S, MAX_REFUSED = 30.0, 256
 """How long files that were refused are not read again unless they change, and of how many adapters that is known."""

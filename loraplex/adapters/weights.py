@@ -42,12 +42,12 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
 from loraplex.adapters.regular_file import Roots, check_size
-from loraplex.adapters.sources.turns import LOOK_S, STUCK_S
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
 from loraplex.core import LongContexts, LoraTarget
 from loraplex.errors import AdapterLoadError, AdapterValidationError
+from loraplex.processes.fair_turns import LOOK_S, STUCK_S
 
 BIN_COPIES = 3
 MAX_BLUEPRINTS = 32

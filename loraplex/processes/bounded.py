@@ -31,6 +31,7 @@ from typing import IO, Any
 
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.processes.environment import OUTSIDE_SIGNALS, child_environment
+from loraplex.processes.fair_turns import FairTurns
 
 NUM_PROCESSES = 2
 NICENESS = 10
@@ -63,10 +64,12 @@ class BoundedWork:
 
 
 class BoundedProcesses:
-    """Any thread may call it, and waits where all processes are busy. The first question starts a process."""
+    """Any thread may call it, and waits where all processes are busy, or for a tenant one is. The first question starts
+    a process."""
 
     def __init__(self, work: BoundedWork) -> None:
         self._work = work
+        self._turns = FairTurns(NUM_PROCESSES, most_of_a_client=1, most_without_tenant=NUM_PROCESSES)
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._all = [_Process(work) for _ in range(NUM_PROCESSES)]
         for process in self._all:
@@ -80,13 +83,14 @@ class BoundedProcesses:
         question's fault.
         """
         data = marshal.dumps(question)
-        process = self._idle.get()
-        try:
-            answer = process.ask(data)
-            if isinstance(answer, signal.Signals):
+        with self._turns.own():
+            process = self._idle.get()
+            try:
                 answer = process.ask(data)
-        finally:
-            self._idle.put(process)
+                if isinstance(answer, signal.Signals):
+                    answer = process.ask(data)
+            finally:
+                self._idle.put(process)
         if isinstance(answer, signal.Signals):
             text = f"the process for {self._work.name} was killed by {answer.name} from outside, twice"
             raise self._work.unavailable(f"{text}; is there memory enough for it? Come again")

@@ -37,7 +37,6 @@ from loraplex.adapters.files import (
     AdapterFolder,
 )
 from loraplex.adapters.registry import AdapterText
-from loraplex.adapters.sources.turns import FairTurns
 from loraplex.errors import (
     AdapterValidationError,
     AdapterWeightsMissingError,
@@ -45,6 +44,7 @@ from loraplex.errors import (
     ModelConfigError,
     shown,
 )
+from loraplex.processes.fair_turns import FairTurns
 from loraplex.sampling_params import MAX_STOP_TOKEN_IDS
 from loraplex.text.chat_template import Json
 from loraplex.text.request_text import RequestText, generation_defaults, json_object

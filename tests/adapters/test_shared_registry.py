@@ -48,7 +48,7 @@ psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed (pip i
 
 from loraplex.adapters.journal import postgres_journal, postgres_tables  # noqa: E402
 from loraplex.adapters.journal.postgres_journal import MAX_TURNS_OF_A_TENANT, PostgresJournal  # noqa: E402
-from loraplex.adapters.sources.turns import working_for  # noqa: E402
+from loraplex.processes.fair_turns import working_for  # noqa: E402
 
 BASE = "/models/base"
 WAIT_S = 30.0

@@ -13,11 +13,11 @@ import pytest
 from loraplex.adapters import source_reader, weights
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.source_reader import OpenedModels, SourceReader
-from loraplex.adapters.sources.turns import own_tenant
 from loraplex.adapters.weights import ByteBudget, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.demo.tasks import assets_path
 from loraplex.errors import AdapterContentChangedError, AdapterLoadError
+from loraplex.processes.fair_turns import own_tenant
 from tests.security.demo_reader import demo_reader
 
 WEIGHTS = "adapter_model.safetensors"

@@ -25,9 +25,9 @@ from loraplex.adapters.patterns import (
     fullmatches,
     pattern_values,
 )
-from loraplex.adapters.sources.turns import working_for
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterBusyError, AdapterValidationError
+from loraplex.processes.fair_turns import working_for
 from tests.security.regex_steps import StepCounter
 
 NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(30) for part in "qkvo"]

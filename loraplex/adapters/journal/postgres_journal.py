@@ -46,7 +46,6 @@ from loraplex.adapters.registry.records import (
     SharedJournal,
     Write,
 )
-from loraplex.adapters.sources.turns import FairTurns
 from loraplex.config import DEFAULT_DATABASE_PATIENCE_S
 from loraplex.errors import (
     AdapterBusyError,
@@ -55,6 +54,7 @@ from loraplex.errors import (
     DatabaseUnavailableError,
     JournalError,
 )
+from loraplex.processes.fair_turns import FairTurns
 
 _log = logging.getLogger(__name__)
 

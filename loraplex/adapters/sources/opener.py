@@ -12,9 +12,9 @@ from loraplex.adapters.files import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterFolder
 from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.remote.fetched import FetchedFiles, MakeRoom
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.sources.turns import FairTurns, own_tenant
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterValidationError, shortened
+from loraplex.processes.fair_turns import FairTurns, own_tenant
 
 NUM_OPENS, NUM_OPENS_OF_A_CLIENT = 8, 4
 """At a time."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loraplex.adapters.sources.turns import STUCK_S
+from loraplex.processes.fair_turns import STUCK_S
 
 MAX_STUCK = 32
 """For so many of a tenant there are other threads."""

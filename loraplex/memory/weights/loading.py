@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 
 from loraplex.adapters.source_reader import check_content
-from loraplex.adapters.sources.turns import STUCK_S
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
 from loraplex.errors import (
@@ -46,6 +45,7 @@ from loraplex.memory.weights.compression import CompressedCopies, CompressedCopy
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
 from loraplex.memory.weights.loader_threads import ReadSlots
 from loraplex.memory.weights.packing import PackedLayout, Packer, UnfitWeightsError
+from loraplex.processes.fair_turns import STUCK_S
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from loraplex.adapter_store import AdapterContent, LongContext
 from loraplex.adapters.registry import AdapterText
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.sources.opener import AdapterOpener
-from loraplex.adapters.sources.turns import working_for
+from loraplex.processes.fair_turns import working_for
 
 
 def test_names_of_one_text_share_it(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from loraplex.adapters.sources import turns as fair_turns
-from loraplex.adapters.sources.turns import FairTurns
+from loraplex.processes import fair_turns
+from loraplex.processes.fair_turns import FairTurns
 
 
 def until(condition: Callable[[], bool]) -> None:

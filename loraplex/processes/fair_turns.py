@@ -46,12 +46,13 @@ class _Turn:
 
 
 class FairTurns:
-    """`num_turns` at a time, `most_of_a_client` of one. The next is for the client that has fewest, of those for the
-    thread that waits longest."""
+    """`num_turns` at a time, `most_of_a_client` of one; most_without_tenant: of what works for no tenant, if that is
+    another number. The next is for the client that has fewest, of those for the thread that waits longest."""
 
-    def __init__(self, num_turns: int, most_of_a_client: int) -> None:
+    def __init__(self, num_turns: int, most_of_a_client: int, most_without_tenant: int | None = None) -> None:
         self._num_turns = num_turns
         self._most_of_a_client = most_of_a_client
+        self._most_without_tenant = most_of_a_client if most_without_tenant is None else most_without_tenant
         self._running: list[_Turn] = []
         self._waiting: list[_Turn] = []
         self._changed = threading.Condition()
@@ -92,4 +93,5 @@ class FairTurns:
         if len(running) >= self._num_turns:
             return None
         found = min(self._waiting, key=lambda turn: running.count(turn.client))
-        return found if running.count(found.client) < self._most_of_a_client else None
+        most = self._most_of_a_client if found.client else self._most_without_tenant
+        return found if running.count(found.client) < most else None
