@@ -233,13 +233,11 @@ async def test_more_requests_than_may_wait_are_refused(small: Client) -> None:
 
 async def test_a_tenant_that_fills_the_queue_leaves_each_other_one_its_share(small: Client) -> None:
     """`--max-num-seqs 2 --max-waiting-requests 2`, and 60 connections of one tenant: another got 429 each time."""
-    acme = [asyncio.create_task(small.ask("banana=", claim=Claim("acme"))) for _ in range(2)]
-    await until(lambda: small.engine.num_unfinished == 2)
     pid = small.engine.engine_pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
-        acme += [asyncio.create_task(small.ask("banana=", claim=Claim("acme"))) for _ in range(2)]
+        acme = [asyncio.create_task(small.ask("banana=", claim=Claim("acme"))) for _ in range(4)]
         await until(lambda: small.engine.num_unfinished == 4)
         with pytest.raises(EngineOverloadedError):
             await small.ask("tiger=", claim=Claim("acme"))
