@@ -54,11 +54,13 @@ _ACCESS = "uvicorn.access"
 
 @dataclass(slots=True)
 class RequestContext:
-    """The request that a line is about; "" where it is not known. adapter: as registered."""
+    """The request that a line is about; "" where it is not known. adapter: as registered. client: its tenant, its key's
+    fingerprint, or its address: in whose turn work for it is done."""
 
     request_id: str
     tenant: str = ""
     adapter: str = ""
+    client: str = ""
 
 
 request_context: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)

@@ -64,12 +64,12 @@ class BoundedWork:
 
 
 class BoundedProcesses:
-    """Any thread may call it, and waits where all processes are busy, or for a tenant one is. The first question starts
-    a process."""
+    """Any thread may call it, and waits where all processes are busy, or one is with a question of the same client. The
+    first question starts a process."""
 
     def __init__(self, work: BoundedWork) -> None:
         self._work = work
-        self._turns = FairTurns(NUM_PROCESSES, most_of_a_client=1, most_without_tenant=NUM_PROCESSES)
+        self._turns = FairTurns(NUM_PROCESSES, most_of_a_client=1, most_without_client=NUM_PROCESSES)
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._all = [_Process(work) for _ in range(NUM_PROCESSES)]
         for process in self._all:

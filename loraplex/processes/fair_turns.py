@@ -24,9 +24,10 @@ LOOK_S = 1.0
 
 @contextmanager
 def working_for(tenant: str) -> Iterator[None]:
-    """Turns that this thread takes meanwhile are those of `tenant`."""
-    request = request_context.get()
-    token = request_context.set(RequestContext("" if request is None else request.request_id, tenant))
+    """Turns that this thread takes meanwhile are those of `tenant`, or without one of the request's client."""
+    request = request_context.get() or RequestContext("")
+    client = tenant or request.client
+    token = request_context.set(RequestContext(request.request_id, tenant, client=client))
     try:
         yield
     finally:
@@ -39,6 +40,12 @@ def own_tenant() -> str:
     return "" if request is None else request.tenant
 
 
+def own_client() -> str:
+    """In whose turn it works; "" where no request is known."""
+    request = request_context.get()
+    return "" if request is None else request.client or request.tenant
+
+
 @dataclass(slots=True, eq=False)
 class _Turn:
     client: str
@@ -46,21 +53,21 @@ class _Turn:
 
 
 class FairTurns:
-    """`num_turns` at a time, `most_of_a_client` of one; most_without_tenant: of what works for no tenant, if that is
+    """`num_turns` at a time, `most_of_a_client` of one; most_without_client: of what works for no request, if that is
     another number. The next is for the client that has fewest, of those for the thread that waits longest."""
 
-    def __init__(self, num_turns: int, most_of_a_client: int, most_without_tenant: int | None = None) -> None:
+    def __init__(self, num_turns: int, most_of_a_client: int, most_without_client: int | None = None) -> None:
         self._num_turns = num_turns
         self._most_of_a_client = most_of_a_client
-        self._most_without_tenant = most_of_a_client if most_without_tenant is None else most_without_tenant
+        self._most_without_client = most_of_a_client if most_without_client is None else most_without_client
         self._running: list[_Turn] = []
         self._waiting: list[_Turn] = []
         self._changed = threading.Condition()
 
     @contextmanager
     def own(self, timeout_s: float = math.inf) -> Iterator[None]:
-        """A turn of the tenant whose request this thread works for. Raises TimeoutError when it does not come."""
-        with self.of(own_tenant(), timeout_s):
+        """A turn of the client whose request this thread works for. Raises TimeoutError when it does not come."""
+        with self.of(own_client(), timeout_s):
             yield
 
     @contextmanager
@@ -93,5 +100,5 @@ class FairTurns:
         if len(running) >= self._num_turns:
             return None
         found = min(self._waiting, key=lambda turn: running.count(turn.client))
-        most = self._most_of_a_client if found.client else self._most_without_tenant
+        most = self._most_of_a_client if found.client else self._most_without_client
         return found if running.count(found.client) < most else None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,8 +22,11 @@ from loraplex.server.api_error import CLIENT_CLOSED_REQUEST, MAX_SHOWN_CHARS, st
 from loraplex.server.auth import KEYLESS, caller_of
 
 REFUSAL_INTERVAL_S = 1.0
-"""At most one refusal in this time becomes an event: a key that may not do a thing must not wash away the events of
-those that may."""
+"""At most one refusal of a tenant in this time becomes an event, and one 403 of all other keys: what a key may not do,
+and what is not there, must not wash away the events of what was done."""
+
+MAX_REFUSED = 4096
+"""Tenants that are remembered."""
 
 logger = logging.getLogger("loraplex.audit")
 
@@ -39,7 +44,7 @@ class Audit:
     def __init__(self, events: EventHub, clock: Callable[[], float] = time.time) -> None:
         self._events = events
         self._clock = clock
-        self._last_refusal_s = -REFUSAL_INTERVAL_S
+        self._last_refusals_s: OrderedDict[str, float] = OrderedDict()  # by account; the oldest first
 
     @contextlib.contextmanager
     def recording(self, request: Request, route: str) -> Iterator[AuditRecord]:
@@ -66,7 +71,8 @@ class Audit:
         subject = f" on {' for '.join(subjects)}" if subjects else ""
         text = f"{request.method} {route.replace(':path}', '}')}{subject} from {client} with {said}: {status}"
         logger.log(logging.WARNING if status == 403 else logging.INFO, "%s", text)
-        if status == 403 and not self._is_refusal_due():
+        is_bounded = status == 403 or (tenant and 400 <= status < 500)
+        if is_bounded and not self._is_refusal_due(caller.account if tenant else ""):
             return
         details: dict[str, Detail] = {
             "method": request.method,
@@ -80,11 +86,14 @@ class Audit:
         name = names[0] if names else None
         self._events.add(EngineEvent(EventKind.AUDIT, self._clock(), text, adapter_name=name, details=details))
 
-    def _is_refusal_due(self) -> bool:
+    def _is_refusal_due(self, account: str) -> bool:
         now_s = self._clock()
-        if now_s - self._last_refusal_s < REFUSAL_INTERVAL_S:
+        if now_s - self._last_refusals_s.get(account, -math.inf) < REFUSAL_INTERVAL_S:
             return False
-        self._last_refusal_s = now_s
+        self._last_refusals_s[account] = now_s
+        self._last_refusals_s.move_to_end(account)
+        if len(self._last_refusals_s) > MAX_REFUSED:
+            self._last_refusals_s.popitem(last=False)
         return True
 
 

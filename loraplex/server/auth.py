@@ -22,6 +22,7 @@ from loraplex.logs import request_context
 from loraplex.server.api_error import ApiError, error_response
 from loraplex.server.api_keys import fingerprint
 from loraplex.server.config import ServerConfig
+from loraplex.server.urls import source_of
 from loraplex.tenants.directory import Tables
 from loraplex.tenants.records import Key, Role, Scope, TenantTable, key_digest
 
@@ -161,8 +162,9 @@ class ApiKeyMiddleware:
         caller = self._caller_of(scope)
         if caller is not None:
             scope.setdefault("state", {})["caller"] = caller
-            if caller.scope.tenant and (context := request_context.get()) is not None:
-                context.tenant = caller.scope.tenant
+            if (context := request_context.get()) is not None:
+                context.tenant = caller.scope.tenant or ""
+                context.client = _client_of(caller, scope)
             await self._app(scope, receive, send)
             return
         await error_response(unknown_key())(scope, receive, send)
@@ -179,6 +181,12 @@ class ApiKeyMiddleware:
         is_read = method in ("GET", "HEAD") or path in OPEN_PATHS
         is_closed = path == METRICS_PATH and self._keys.table.is_configured
         return is_read and path in self._open_paths and not is_closed
+
+
+def _client_of(caller: Caller, scope: AsgiScope) -> str:
+    if caller not in (KEYLESS, ANONYMOUS):
+        return caller.account
+    return source_of(str((scope.get("client") or ("",))[0]))
 
 
 def unknown_key() -> ApiError:

@@ -21,6 +21,7 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, Caller
 from loraplex.server.config import ServerConfig
 from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns
+from loraplex.server.urls import source_of
 
 _log = logging.getLogger("loraplex.server")
 
@@ -506,17 +507,6 @@ class SharedBytes:
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:
             del self._by_client[client]
-
-
-def source_of(address: str) -> str:
-    """What counts as one address: of IPv6 the network of 64 bits, since one machine has all of it."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if found.version == 4:
-        return address
-    return str(found.ipv4_mapped or found.packed[:8].hex())
 
 
 def account_of(caller: Caller | None, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -25,7 +25,7 @@ from starlette.requests import Request
 
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, caller_of
-from loraplex.server.connections import source_of
+from loraplex.server.urls import source_of
 
 T = TypeVar("T")
 

@@ -1,8 +1,9 @@
 """Heads that are not taken; paths: one trailing slash more is the same path, and a path that no route has is answered
-with the nearest one."""
+with the nearest one; and what counts as one address."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -164,3 +165,14 @@ def fault_of_url(url: bytes) -> str | None:
     except UnicodeDecodeError:
         return "the percent-encoding of the path or query does not stand for UTF-8"
     return None
+
+
+def source_of(address: str) -> str:
+    """What counts as one address: of IPv6 the network of 64 bits, since one machine has all of it."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if found.version == 4:
+        return address
+    return str(found.ipv4_mapped or found.packed[:8].hex())

@@ -455,6 +455,13 @@ def test_a_token_goes_to_no_other_host(hub: Hub, client: Client) -> None:
         assert other.tokens[:1] == [None]
 
 
+def test_a_token_goes_to_no_other_port(hub: Hub, client: Client) -> None:
+    with Hub(REPOS) as other:
+        hub.list_body, hub.list_headers = b"[]", {"Link": f'<{other.url}/api/models/org/sql/tree/main>; rel="next"'}
+        client.fetch(hub, "org/sql", HF_TOKEN="hf_secret")
+        assert other.tokens[:1] == [None]
+
+
 def test_without_huggingface_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(AdapterFetchError, match="huggingface_hub is not installed"):

@@ -60,7 +60,7 @@ def test_costly_questions_of_a_tenant_leave_a_process_to_others(processes: Bound
         thread.join()
 
 
-def test_without_tenants_all_processes_are_anyones(processes: BoundedProcesses) -> None:
+def test_beside_requests_all_processes_work(processes: BoundedProcesses) -> None:
     meet = threading.Barrier(NUM_PROCESSES)
 
     def ask(process: Any, data: bytes) -> bytes:

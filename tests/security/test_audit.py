@@ -117,7 +117,19 @@ async def test_refusals_are_logged_each_and_wash_no_event_away(caplog: pytest.Lo
 def test_one_refusal_a_second_becomes_an_event() -> None:
     times = iter((100.0, 100.5, 101.0, 101.9, 102.0))
     audit = Audit(FakeAsyncEngine().events, lambda: next(times))
-    assert [audit._is_refusal_due() for _ in range(5)] == [True, False, True, False, True]
+    assert [audit._is_refusal_due("") for _ in range(5)] == [True, False, True, False, True]
+
+
+async def test_what_a_tenant_is_refused_washes_no_event_away(tmp_path: Path) -> None:
+    """1,100 unloads of names that are not there took the place of all events that are kept, in a second."""
+    with tenancy(tmp_path) as server:
+        for name in ("acme", "beta"):
+            async with client_from(server.app, server.keys[name]) as client:
+                answers = [await client.delete("/v1/adapters/nothing") for _ in range(20)]
+                assert {answer.status_code for answer in answers} == {404}
+        tenants = [event.details.get("tenant") for event in audited(server.engine)]
+    assert 2 <= len(tenants) <= 16  # one a second at most, of each
+    assert set(tenants) == {"acme", "beta"}
 
 
 async def test_audit_events_are_for_admins() -> None:

@@ -27,7 +27,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from loraplex.core import CompletionOutput, RequestOutput, SamplingParams
-from loraplex.server import ServerConfig, connections
+from loraplex.server import ServerConfig, connections, urls
 from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.testing import FakeAsyncEngine
 from tests.server.live_server import LiveServer
@@ -547,6 +547,6 @@ def test_a_limit_that_descriptors_are_not_enough_for_is_said_at_start() -> None:
 
 
 def test_ids_of_addresses() -> None:
-    found = [connections.source_of(each) for each in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "2001:db8::2%eth0")]
+    found = [urls.source_of(each) for each in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "2001:db8::2%eth0")]
     assert found[0] == found[1] == "10.0.0.1"
-    assert found[2] == found[3] != connections.source_of("2001:db8:0:1::1")
+    assert found[2] == found[3] != urls.source_of("2001:db8:0:1::1")

@@ -86,6 +86,7 @@ class LoadedName:
     path: str
     last_used_time: float
     is_idle: bool
+    is_pinned: bool
 
 
 class Views:
@@ -127,7 +128,11 @@ class Views:
             busy |= self._table.verbs.keys()
         found = [
             LoadedName(
-                name, each.spec.path, each.last_used_time, not (each.is_pinned or name in switched or name in busy)
+                name,
+                each.spec.path,
+                each.last_used_time,
+                is_idle=not (each.is_pinned or name in switched or name in busy),
+                is_pinned=each.is_pinned,
             )
             for name, each in current
             if each.origin.startswith(origin)

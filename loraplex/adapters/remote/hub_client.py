@@ -151,11 +151,16 @@ def _on_request(request: Any) -> None:
     fetch = _fetch.get()
     if fetch is not None:
         fetch.begin(request)
-    if request.url.host != urlsplit(constants.ENDPOINT).hostname:
+    if _origin_of(str(request.url)) != _origin_of(constants.ENDPOINT):
         request.headers.pop("authorization", None)
     if "/api/" in request.url.path:
         request.extensions[_IS_API] = True
     request.headers["accept-encoding"] = "identity"
+
+
+def _origin_of(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def _on_response(response: Any) -> None:

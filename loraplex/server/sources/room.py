@@ -1,7 +1,8 @@
 """Which names that came by need leave, to make room for others: for a name, for a tenant's bytes, or for files on disk.
 
 The tenant that has most of them loses the one that it has used least recently, of those without requests, pin, switch
-or verb. A name that was used just now stays: a request may be about to take it.
+or verb. A name that was used just now stays: a request may be about to take it. For a tenant within its share of the
+places, one of a tenant beyond it leaves all the same: else requests for all its names all the time would keep them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class NameRoom:
             self._needed.add(name)
         try:
             if is_needed or registry.max_loaded_loras is not None:
-                await self._engine.on_registry(self._prepare, is_needed)
+                await self._engine.on_registry(self._prepare, name, is_needed)
             yield
         finally:
             self._num_coming -= 1
@@ -65,17 +66,17 @@ class NameRoom:
                 self._needed.discard(name)
                 self._made.discard(name)
 
-    def _prepare(self, registry: LoRARegistry, is_needed: bool) -> None:
+    def _prepare(self, registry: LoRARegistry, name: str, is_needed: bool) -> None:
         """Make the places that a load takes before its files are read, those of `max_loaded_loras`."""
         with self._evicting:
             loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
             num_more = 0 if most is None else len(registry.registered()) + self._num_coming - most
-            latest = time.time() - JUST_USED_S
+            latest_of = self._latest_of(loaded, name)
             if is_needed:
                 num_leaving = min(max(num_more, self._num_over(loaded, self._needed)), MAX_LEAVING)
-                if num_leaving > sum(each.is_idle and each.last_used_time < latest for each in loaded):
+                if num_leaving > sum(each.is_idle and each.last_used_time < latest_of(each.name) for each in loaded):
                     raise _all_in_use(loaded)
-            num_left = self._evict_some(registry, loaded, min(num_more, MAX_LEAVING))
+            num_left = self._evict_some(registry, loaded, min(num_more, MAX_LEAVING), latest_of)
         if num_left > 0 and is_needed:
             raise _all_in_use(loaded)
 
@@ -85,29 +86,51 @@ class NameRoom:
             loaded = registry.loaded_from(ORIGIN)
             if name in self._needed:
                 self._made.add(name)
-            if self._evict_some(registry, loaded, min(self._num_over(loaded, self._made), MAX_LEAVING)) > 0:
+            num = min(self._num_over(loaded, self._made), MAX_LEAVING)
+            if self._evict_some(registry, loaded, num, self._latest_of(loaded, name)) > 0:
                 raise _all_in_use(loaded)
+
+    def _latest_of(self, loaded: Sequence[LoadedName], name: str) -> Callable[[str], float]:
+        """By name: when it may have been used at the latest, to leave for `name`."""
+        owner_of, now_s = self._table().owner_of, time.time()
+        counts = Counter(owner_of(each.name) for each in loaded)
+        share = self._max_names / len(counts.keys() | {owner_of(name)})
+        beyond = {owner for owner, count in counts.items() if count > share}
+        if counts[owner_of(name)] + 1 > share:
+            beyond.clear()
+        return lambda other: now_s + (JUST_USED_S if owner_of(other) in beyond else -JUST_USED_S)
+
+    def check_pin(self, registry: LoRARegistry, tenant: str, name: str) -> None:
+        """Raises AdapterNoRoomError where a tenant's pins of names that came by need would exceed its share: they never
+        leave."""
+        num_tenants = max(2, len(self._table().tenants))
+        loaded = [each for each in registry.loaded_from(ORIGIN) if each.name.startswith(f"{tenant}/")]
+        pinned = {each.name for each in loaded if each.is_pinned} | {name}
+        if name in {each.name for each in loaded} and len(pinned) > max(1, self._max_names // num_tenants):
+            text = f"{len(pinned) - 1} adapters of this tenant that came from sources are pinned, which is its share"
+            raise AdapterNoRoomError(f"{text} of {self._max_names}; unpin another one first")
 
     def _num_over(self, loaded: Sequence[LoadedName], coming: set[str]) -> int:
         """coming: names that will be there, or are already; taken in one step, for the event loop changes them."""
         return len(coming.copy().union(each.name for each in loaded)) - self._max_names
 
-    def _evict_some(self, registry: LoRARegistry, loaded: list[LoadedName], num: int) -> int:
+    def _evict_some(
+        self, registry: LoRARegistry, loaded: list[LoadedName], num: int, latest_of: Callable[[str], float]
+    ) -> int:
         """How many are left of `num` that were to leave."""
-        latest = time.time() - JUST_USED_S
-        for name in self._in_turn(loaded, latest) if num > 0 else ():
-            num -= _unload(registry, name, latest)
+        for name in self._in_turn(loaded, latest_of) if num > 0 else ():
+            num -= _unload(registry, name, latest_of(name))
             if num <= 0:
                 break
         return num
 
-    def _in_turn(self, loaded: list[LoadedName], latest: float) -> Iterator[str]:
+    def _in_turn(self, loaded: list[LoadedName], latest_of: Callable[[str], float]) -> Iterator[str]:
         """Idle names in the order in which they leave."""
         owner_of = self._table().owner_of
         counts = Counter(owner_of(each.name) for each in loaded)
         idle: dict[str, list[str]] = {}
         for each in reversed(loaded):
-            if each.is_idle and each.last_used_time < latest:
+            if each.is_idle and each.last_used_time < latest_of(each.name):
                 idle.setdefault(owner_of(each.name), []).append(each.name)
         while idle:
             largest = max(idle, key=lambda owner: counts[owner])
@@ -121,7 +144,7 @@ class NameRoom:
         latest = time.time() - JUST_USED_S
         with self._evicting:
             loaded = [each for each in registry.loaded_from(ORIGIN) if is_here(each.path)]
-            return any(_unload(registry, name, latest) for name in self._in_turn(loaded, latest))
+            return any(_unload(registry, name, latest) for name in self._in_turn(loaded, lambda name: latest))
 
     def check_own(self, registry: LoRARegistry, prefix: str, num: int, error: TenantLimitError) -> None:
         """Raises the error of a tenant at its limit where fewer than `num` of its names may leave now."""

@@ -51,6 +51,7 @@ class AdapterQuota:
         ):
             if is_pin and tenant:
                 await self._engine.on_registry(LoRARegistry.check_pins, tenant, name)
+                await self._engine.on_registry(self._room.check_pin, tenant, name)
             if is_load:
                 await stack.enter_async_context(self._room.for_new(name, is_needed=is_needed))
             yield check_size

@@ -141,6 +141,35 @@ async def test_another_tenants_names_by_need_keep_no_verb_out(tmp_path: Path, ro
             assert sorted(await listed(client, made.keys["admin"])) == ["acme/b", "acme/c", "beta/own"]
 
 
+async def test_a_tenant_that_uses_all_its_names_keeps_no_others_out(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that were used just now stay, so requests for all of them, once a second, were 503 to all others."""
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 3600.0)
+    made_with: dict[str, Any] = {"open_adapter": Opener(), "max_sourced_adapters": 3}
+    with tenancy(tmp_path, {}, None, adapter_sources=(f"dir={root}",), **made_with) as made:
+        async with client_of(made.app) as client:
+            for name in ("a", "b", "c"):
+                assert (await ask(client, name, made.keys["acme"])).status_code == 200
+            assert (await ask(client, "a", made.keys["beta"])).status_code == 200
+            assert (await ask(client, "b", made.keys["beta"])).status_code == 503, "it is within its share no more"
+            assert sorted(await listed(client, made.keys["admin"])) == ["acme/b", "acme/c", "beta/a"]
+
+
+async def test_pins_of_names_by_need_are_no_more_than_a_share(tmp_path: Path, root: Path) -> None:
+    """A tenant pinned all names that may have come by need, and no other had one until it unpinned them."""
+    made_with: dict[str, Any] = {"open_adapter": Opener(), "max_sourced_adapters": 3}
+    with tenancy(tmp_path, {}, None, adapter_sources=(f"dir={root}",), **made_with) as made:
+        async with client_of(made.app) as client:
+            key = {"authorization": f"Bearer {made.keys['acme']}"}
+            found = []
+            for name in ("a", "b"):
+                assert (await ask(client, name, made.keys["acme"])).status_code == 200
+                found.append(await client.post(f"/v1/adapters/{name}/pin", headers=key))
+            again = await client.post("/v1/adapters/a/pin", headers=key)
+    assert [each.status_code for each in (*found, again)] == [200, 503, 200]
+
+
 async def test_after_a_limit_was_lowered_so_many_leave_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands in one request's way would hold it, and the interpreter."""
     monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
