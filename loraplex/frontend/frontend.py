@@ -125,7 +125,7 @@ class Front:
         """Take over what a journal has; uploads that it does not name are removed."""
         if self.registry is not None and self.updates is not None:
             self.registry.resume(journal.names, journal.last_adapter_id)
-            self.updates.uploads.sweep(spec.path for spec in self.registry.specs())
+            self.updates.uploads.sweep({spec.path: spec.tenant for spec in self.registry.specs()})
 
     def close(self) -> None:
         self.texts.close()

@@ -9,7 +9,8 @@ DIR/DIGEST-xxxxxxxx/       an adapter's directory, from `keep` to `remove`: a fo
 
 DIR is `uploads` in the state directory, whose server owns it alone; what is kept is on the disk before `keep` returns.
 Without a state directory it is a temporary folder, which goes with the process: its lock tells the next process.
-Of all uploads together there are at most `total_bytes` on the disk, those that come included.
+Of all uploads together there are at most `total_bytes` on the disk, those that come included. A tenant's are no more
+than what stays free beside them, so that another one finds room.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class UploadStore:
         self._at_end = ExitStack()
         self._lock = threading.Lock()
         self._sizes: dict[Path, int] = {}
+        self._tenants: dict[Path, str] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +86,7 @@ class UploadStore:
         with self._lock:
             return self._sizes.get(Path(path), 0)
 
-    def receive(self) -> Upload:
+    def receive(self, tenant: str = "") -> Upload:
         """Begin one. Raises LoraplexError for a folder that cannot be written to."""
         try:
             part = self._made() / f"{RECEIVING}{secrets.token_hex(4)}"
@@ -92,16 +94,16 @@ class UploadStore:
         except OSError as error:
             raise unwritable("an upload", error) from error
         with self._lock:
-            self._sizes[part] = 0
+            self._sizes[part], self._tenants[part] = 0, tenant
         return Upload(self, part)
 
     def has(self, path: str) -> bool:
         """Whether a directory is one of this store's."""
         return self._folder is not None and Path(path).parent == self._folder
 
-    def sweep(self, used: Iterable[str]) -> None:
-        """Remove what an earlier process left, but for these directories, and count those. The state directory may have
-        been called by another path then.
+    def sweep(self, used: Mapping[str, str]) -> None:
+        """Remove what an earlier process left, but for these directories, and count those of each tenant. The state
+        directory may have been called by another path then.
 
         Only what has a name of this store's goes: the folder may hold another's files. Raises ConfigError for a link
         in its place.
@@ -111,13 +113,14 @@ class UploadStore:
         if self._folder.is_symlink():
             text = "what is in there may be another's, and uploads are removed: link the state directory itself"
             raise ConfigError(f"the folder of uploads {self._folder} is a link: {text}")
-        kept, num_others = {Path(each).name for each in used}, 0
+        kept, num_others = {Path(each).name: tenant for each, tenant in used.items()}, 0
         for path in self._folder.iterdir():
             if path.is_symlink() or not path.is_dir() or not _OWN_NAME.fullmatch(path.name):
                 num_others += 1
             elif path.name in kept:
                 with self._lock:
                     self._sizes[path] = sum(each.stat().st_size for each in path.iterdir())
+                    self._tenants[path] = kept[path.name]
             else:
                 shutil.rmtree(path, ignore_errors=True)
         if num_others:
@@ -127,8 +130,7 @@ class UploadStore:
         """A directory of this store; others are left alone."""
         if self.has(str(path)):
             shutil.rmtree(path, ignore_errors=True)
-            with self._lock:
-                self._sizes.pop(Path(path), None)
+            self._drop(Path(path))
 
     def close(self) -> None:
         """Remove a temporary folder."""
@@ -146,6 +148,7 @@ class UploadStore:
         """Count bytes that come. Raises AdapterTooLargeError, AdapterDiskFullError."""
         with self._lock:
             nbytes, total = self._sizes[part] + num_bytes, sum(self._sizes.values()) + num_bytes
+            tenant, free = self._tenants[part], self.limits.total_bytes - total
             if nbytes > self.limits.max_bytes:
                 text = f"the upload is longer than {self.limits.max_bytes} bytes (--max-upload-bytes)"
                 raise AdapterTooLargeError(text)
@@ -154,17 +157,26 @@ class UploadStore:
                     f"the folder of uploads is full: with this one {total} bytes, and it may have "
                     f"{self.limits.total_bytes} (--max-stored-upload-bytes); unload an adapter that was uploaded"
                 )
+            own = num_bytes + sum(size for each, size in self._sizes.items() if self._tenants[each] == tenant)
+            if tenant and own > free:
+                raise AdapterDiskFullError(
+                    f"with this one the uploads of tenant {tenant!r} have {own} bytes, and {free} stay free"
+                )
             self._sizes[part] = nbytes
 
     def _rename(self, part: Path, folder: Path) -> None:
         part.rename(folder)
         with self._lock:
-            self._sizes[folder] = self._sizes.pop(part)
+            self._sizes[folder], self._tenants[folder] = self._sizes.pop(part), self._tenants.pop(part)
 
     def _forget(self, part: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
+        self._drop(part)
+
+    def _drop(self, path: Path) -> None:
         with self._lock:
-            self._sizes.pop(part, None)
+            self._sizes.pop(path, None)
+            self._tenants.pop(path, None)
 
 
 class Upload:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -18,6 +19,7 @@ from loraplex.adapters.registry import LoRARegistry
 from loraplex.adapters.sources.uploads import Upload
 from loraplex.errors import AdapterTooLargeError
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import caller_of
 from loraplex.server.body import check_encoding
 from loraplex.server.connections import LET_GO
 from loraplex.server.context import ServerContext
@@ -63,7 +65,7 @@ class UploadReceiver:
         """In the client's turn. An error in the block removes what came, unless it was taken."""
         updates = self._engine.updates
         async with self._uploads.of(client_of(request)):
-            upload = await self._in_thread(updates.uploads.receive)
+            upload = await self._in_thread(partial(updates.uploads.receive, caller_of(request).scope.tenant or ""))
             async with updates.abandoning(upload):
                 yield upload
 

@@ -23,8 +23,8 @@ def store_at(folder: Path | None, **limits: int) -> UploadStore:
     return UploadStore(folder, UploadLimits(**limits))
 
 
-def sent(store: UploadStore, data: bytes = b"weights") -> Upload:
-    upload = store.receive()
+def sent(store: UploadStore, data: bytes = b"weights", tenant: str = "") -> Upload:
+    upload = store.receive(tenant)
     upload.write(NAME, data)
     return upload
 
@@ -96,12 +96,27 @@ def test_all_together_are_bounded(tmp_path: Path) -> None:
     assert store.num_bytes == 7
 
 
+def test_one_tenant_leaves_room_for_another(tmp_path: Path) -> None:
+    """It filled the whole folder, and no other could upload anything until it unloaded some."""
+    store = store_at(tmp_path, total_bytes=40)
+    folders = [sent(store, tenant="acme").keep("abc") for _ in range(2)]
+    with pytest.raises(AdapterDiskFullError, match="'acme' have 21 bytes, and 19 stay free"):
+        sent(store, tenant="acme")
+    folders.append(sent(store, tenant="beta").keep("abc"))
+    again = store_at(tmp_path, total_bytes=40)
+    again.sweep({str(folder): tenant for folder, tenant in zip(folders, ("acme", "acme", "beta"), strict=True)})
+    with pytest.raises(AdapterDiskFullError):
+        sent(again, tenant="acme")
+    sent(again, b"wei", tenant="beta")
+    sent(again, b"weights and more")  # the operator's may fill it
+
+
 def test_what_no_version_has_goes_at_the_start(tmp_path: Path) -> None:
     before = store_at(tmp_path)
     used, unused = (sent(before).keep("abc") for _ in range(2))
     sent(before)  # the server is killed
     store = store_at(tmp_path)
-    store.sweep([str(used), str(tmp_path / "gone")])
+    store.sweep({str(used): "acme", str(tmp_path / "gone"): ""})
     assert list(tmp_path.iterdir()) == [used]
     assert unused != used
     assert store.num_bytes == 7
@@ -115,7 +130,7 @@ def test_what_is_not_of_uploads_stays_at_the_start(tmp_path: Path, caplog: pytes
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "etc" / "ssl").mkdir(parents=True)
     before = sorted(tmp_path.iterdir())
-    store_at(tmp_path).sweep([str(used)])
+    store_at(tmp_path).sweep({str(used): ""})
     assert sorted(tmp_path.iterdir()) == before
     assert f"5 entries of {tmp_path} are no uploads of this server, and stay there" in caplog.text
 
@@ -125,7 +140,7 @@ def test_a_link_in_place_of_the_folder_is_refused_and_nothing_behind_it_goes(tmp
     (tmp_path / "etc" / "abc-0123abcd").mkdir(parents=True)
     (tmp_path / "uploads").symlink_to(tmp_path / "etc")
     with pytest.raises(ConfigError, match="uploads is a link"):
-        store_at(tmp_path / "uploads").sweep([])
+        store_at(tmp_path / "uploads").sweep({})
     assert (tmp_path / "etc" / "abc-0123abcd").is_dir()
 
 
@@ -135,7 +150,7 @@ def test_uploads_stay_where_the_state_directory_has_another_path(tmp_path: Path)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     used = sent(store_at(tmp_path / "link")).keep("abc")
     store = store_at(tmp_path / "real")
-    store.sweep([str(used)])
+    store.sweep({str(used): ""})
     assert [each.name for each in (tmp_path / "real").iterdir()] == [used.name]
     assert store.num_bytes == 7
 
