@@ -52,14 +52,17 @@ class AddOutcome:
 class AdapterStore(Protocol):
     """An engine as the registry sees it. Calls may block and are made under no lock; each raises AdapterError.
 
-    open_adapter: reads and validates the files of a local directory, in turns of the tenants that ask; `add_adapter` of
-    that path and content within seconds does not read them again. attach_adapters: as `add_adapter` of each, but
+    open_adapter: reads and validates the files of a local directory, in turns of the tenants that ask, which must lie
+    in these roots (() as the engine knows them); `add_adapter` of that path and content within seconds does not read
+    them again. attach_adapters: as `add_adapter` of each, but
     nothing is read: the first request or verb that needs the weights loads them. check_pins: raises AdapterNoRoomError
     where what is pinned of a tenant, with this adapter (None: one that is not there yet), is beyond its share of the
     device. list_adapters: those of `adapter_ids` that it has; None: all.
     """
 
-    def open_adapter(self, path: str, adapter_name: str, tenant: str = "") -> AdapterContent: ...
+    def open_adapter(
+        self, path: str, adapter_name: str, tenant: str = "", roots: tuple[str, ...] = ()
+    ) -> AdapterContent: ...
     def add_adapter(self, spec: AdapterSpec) -> AddOutcome: ...
     def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None: ...
     def drop_adapter(self, adapter_id: int) -> None: ...

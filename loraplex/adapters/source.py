@@ -12,7 +12,9 @@ Messages name what was given and a file's name, never where it was found: they g
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +34,18 @@ from loraplex.adapters.remote.object_store import ObjectAdapter, fetch_objects, 
 from loraplex.errors import AdapterContentChangedError, AdapterPathNotFoundError, shortened, shown
 
 _log = logging.getLogger(__name__)
+_narrower: ContextVar[tuple[Path, ...] | None] = ContextVar("narrower_roots", default=None)
+
+
+@contextmanager
+def narrowed_to(roots: tuple[Path, ...] | None) -> Iterator[None]:
+    """What is fetched from the disk and opened meanwhile lies in these roots of a tenant, too, and not only when the
+    path is checked: a directory that a load waits for may become a link. None: as ever."""
+    token = _narrower.set(roots)
+    try:
+        yield
+    finally:
+        _narrower.reset(token)
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,9 @@ class AdapterSource:
 
         One inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
         """
+        narrower = _narrower.get()
+        if narrower is not None and is_inside(directory, narrower):
+            return narrower
         if is_inside(directory, self.allowed_roots):
             return self.allowed_roots
         return (hub_folder_of(directory) or directory,)
@@ -130,16 +147,19 @@ class AdapterSource:
                 str(real).encode()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, no UTF-8
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
-        if not is_inside(real, self.allowed_roots):
-            _log.info("adapter %.200r is refused: it leads outside %s", given, self.allowed_roots)
+        if not self._is_inside(real):
+            _log.info("adapter %.200r is refused: it leads outside %s", given, _narrower.get() or self.allowed_roots)
             raise outside_roots(f"adapter {shown(given)}", "" if self.allowed_roots else " (none is allowed)")
         return real
 
     def _is_visible_directory(self, path: Path) -> bool:
         try:
-            return is_inside(path.resolve(), self.allowed_roots) and path.is_dir()
+            return self._is_inside(path.resolve()) and path.is_dir()
         except (OSError, RuntimeError, ValueError):
             return False
+
+    def _is_inside(self, real: Path) -> bool:
+        return is_inside(real, self.allowed_roots) and is_inside(real, _narrower.get())
 
 
 def _path_of(given: str) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 from loraplex.adapter_store import AdapterContent
 from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.regular_file import Roots
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import ByteBudget, CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
@@ -52,11 +53,16 @@ _OF_CONTENT = (
 
 
 def read_adapter(
-    path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader, budget: ByteBudget | None = None
+    path: str,
+    adapter_name: str,
+    source: AdapterSource,
+    reader: CheckedReader,
+    budget: ByteBudget | None = None,
+    roots: Roots = None,
 ) -> LoRAModel:
-    """Of a directory that was fetched: its files must lie where the source allows it when they are opened, too. budget:
-    as in `CheckedReader.read`."""
-    roots = source.roots_of(Path(path))
+    """Of a directory that was fetched: its files must lie in `roots`, or where the source allows it, when they are
+    opened, too. budget: as in `CheckedReader.read`."""
+    roots = roots or source.roots_of(Path(path))
     return reader.read(Path(path), PEFTHelper.from_local_dir(path, adapter_name, roots), roots, budget)
 
 
@@ -149,11 +155,12 @@ class SourceReader:
         self._open_budget = ByteBudget(MAX_READ_BYTES, SMALL_READ_BYTES)
         self._opened = OpenedModels(MAX_OPEN_BYTES)
 
-    def open(self, path: str, adapter_name: str, tenant: str = "") -> AdapterContent:
+    def open(self, path: str, adapter_name: str, tenant: str = "", roots: tuple[str, ...] = ()) -> AdapterContent:
         """Raises what `read_adapter` raises. What it read is there for the next `read` of it. tenant: whose turns at
-        what is costly it takes."""
+        what is costly it takes. roots: where the files must lie; (): where the source says."""
+        inside = tuple(map(Path, roots))
         with working_for(tenant):
-            model = read_adapter(path, adapter_name, self._source, self._reader, self._open_budget)
+            model = read_adapter(path, adapter_name, self._source, self._reader, self._open_budget, inside)
         self._opened.put(path, model)
         return content_of(model)
 

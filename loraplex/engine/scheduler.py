@@ -57,6 +57,7 @@ from loraplex.engine.waiting.queue import (
     arrival_index,
     goes_after,
     last_served,
+    seated_for,
 )
 from loraplex.engine.waiting.service_levels import ServiceLevels, StepBudget
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
@@ -275,23 +276,19 @@ class Scheduler:
             self._waiting.arrive(state)
 
     def _seat_to_give(self) -> RequestState | None:
-        """The running request whose seat goes to the tenant that comes next, of those that were served no less and have
-        more seats by weight even then. None while a seat is free or more are taken than may be, for a mix that needs
-        more than one, and where the step has no tokens left for it."""
-        if len(self._running) != self._max_running:
+        """As `_seated_for` the request that comes next. None where the step has no tokens left for it."""
+        if (first := self._waiting.next_ready()) is None or (seated := self._seated_for(first)) is None:
             return None
-        first = self._waiting.next_ready()
-        if first is None or self._seats_for(first.request.mix) > 1:
-            return None
-        tenant, budget = first.share, self.levels.budget(self._running)
+        budget = self.levels.budget(self._running)
         for state, num_tokens in self._next_tokens():
             budget.take(num_tokens, state)
-        if not budget.fit(first):
+        return seated if budget.fit(first) else None
+
+    def _seated_for(self, first: RequestState) -> RequestState | None:
+        """None while a seat is free or more are taken than may be, and for a mix that needs more than one."""
+        if len(self._running) != self._max_running or self._seats_for(first.request.mix) > 1:
             return None
-        num_seats = (tenant.num_running + 1) / tenant.weight
-        served_more = [each for each in self._running if each.share is not tenant and each.share.served >= tenant.place]
-        others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
-        return last_served(others) if others else None
+        return seated_for(first, self._running)
 
     def _next_tokens(self) -> Iterable[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""
@@ -299,7 +296,10 @@ class Scheduler:
         return self.levels.budget(self._running).shared_out(running, self._may_admit)
 
     def _may_admit(self) -> bool:
-        return self._num_seats_taken < self._max_running and self._waiting.next_ready() is not None
+        first = self._waiting.next_ready()
+        if first is None:
+            return False
+        return self._num_seats_taken < self._max_running or self._seated_for(first) is not None
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> StepBudget:
         """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the last."""

@@ -61,7 +61,7 @@ MIN_SLOTS = 64
 MAX_SLOTS = 4096
 
 
-def _no_files(path: str, adapter_name: str, tenant: str) -> AdapterContent:
+def _no_files(path: str, adapter_name: str, tenant: str, roots: tuple[str, ...]) -> AdapterContent:
     raise AdapterLoadError(f"adapter {adapter_name!r}: this engine reads no files")
 
 
@@ -97,7 +97,7 @@ class LoRAModelManager:
         make_policy: MakePolicy | None = None,
         other_ranks: Sequence[Sequence[LoraTarget]] = (),
         make_reader: Callable[[Packer, Tiers, int], Reader] = WeightReader,
-        open_adapter: Callable[[str, str, str], AdapterContent] = _no_files,
+        open_adapter: Callable[[str, str, str, tuple[str, ...]], AdapterContent] = _no_files,
     ) -> None:
         self.on_digest_dropped, self._clock = on_digest_dropped, clock
         self._open_weights, self.open_adapter = open_weights, open_adapter

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
+from loraplex.adapters.source import narrowed_to
 from loraplex.errors import LoraplexError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS
 from loraplex.server.access import Access, StrictRoute, requires
@@ -41,6 +43,7 @@ from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
 from loraplex.server.body import JSON_TYPE, media_type_of
+from loraplex.server.config import local_roots
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
@@ -371,9 +374,10 @@ class AdapterRoutes:
             if body.new_path is not None:
                 await self._check_path(request, body.new_path, "new_path")
             async with self._quota.changing(request, new, is_load=body.new_path is not None) as check_size:
-                result = await self._engine.on_registry(
-                    LoRARegistry.switch, old, new, body.new_path, body.deadline_s, body.force, check_size=check_size
-                )
+                with self._in_roots(request):
+                    result = await self._engine.on_registry(
+                        LoRARegistry.switch, old, new, body.new_path, body.deadline_s, body.force, check_size=check_size
+                    )
         return _json(SwitchReply.of(result, caller_of(request).scope))
 
     # -------------------------------------------------------------------------------------------- adapters of adapters
@@ -479,7 +483,13 @@ class AdapterRoutes:
     async def _load(self, request: Request, name: str, path: str, **wishes: Any) -> LoadResult:
         is_pinned = wishes.get("is_pinned", False)
         async with self._quota.changing(request, name, is_load=True, is_pin=is_pinned) as check_size:
-            return await self._engine.on_registry(LoRARegistry.load, name, path, check_size=check_size, **wishes)
+            with self._in_roots(request):
+                return await self._engine.on_registry(LoRARegistry.load, name, path, check_size=check_size, **wishes)
+
+    def _in_roots(self, request: Request) -> AbstractContextManager[None]:
+        """Around what fetches and opens: `_check_path` was before it waited for its turn."""
+        is_tenants = caller_of(request).scope.tenant is not None
+        return narrowed_to(local_roots(roots_of(request)) if is_tenants else None)
 
     async def _check_path(self, request: Request, path: str, field: str = "path") -> None:
         """In threads of its own: to resolve a link may hang, too."""

@@ -24,7 +24,9 @@ class FakeAdapterStore:
         self._adapters: dict[int, tuple[AdapterSpec, AdapterResidency]] = {}
         self.aborted_adapters: list[int] = []
 
-    def open_adapter(self, path: str, adapter_name: str, tenant: str = "") -> AdapterContent:
+    def open_adapter(
+        self, path: str, adapter_name: str, tenant: str = "", roots: tuple[str, ...] = ()
+    ) -> AdapterContent:
         """No file is read: the content of a path is the path."""
         return AdapterContent(hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
 

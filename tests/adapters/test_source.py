@@ -415,7 +415,9 @@ def test_xet_is_not_asked(hub: Hub, client: Client) -> None:
         assert other.requests == []
 
 
-@pytest.mark.parametrize("headers", [{"Retry-After": "86400"}, {"RateLimit": '"api";r=0;t=86400'}])
+@pytest.mark.parametrize(
+    "headers", [{"Retry-After": "86400"}, {"Retry-After": "+9999999999"}, {"RateLimit": '"api";r=0;t=86400'}]
+)
 def test_a_hub_that_asks_for_a_long_pause_is_not_waited_for(hub: Hub, client: Client, headers: dict[str, str]) -> None:
     """The library slept for a day, and the fetch kept its place among those that run."""
     hub.status, hub.headers = 429, headers

@@ -243,6 +243,19 @@ class TestBudgets:
             last_step(harness, f"long{index}") for index in range(3)
         ), "long ones one after another"
 
+    def test_long_prompts_on_all_seats_hold_up_no_other_tenant(self) -> None:
+        """The seat that another tenant takes has tokens in the step, too."""
+        harness = Harness(num_blocks=512, tokens=16, seqs=4)
+        for index in range(4):
+            harness.add(f"long{index}", 160, max_tokens=1, cache_salt=f"{index}", claim=Claim("a"))
+        for _ in range(6):
+            harness.step()
+        harness.add("short", 4, max_tokens=1, cache_salt="s", claim=Claim("b"))
+        for _ in range(3):
+            harness.step()
+        assert harness.reason("short") is FinishReason.LENGTH
+        harness.run()
+
     def test_short_prompts_leave_half_of_a_step_to_a_long_one(self) -> None:
         harness = Harness(num_blocks=512, tokens=16)
         harness.add("long", 160, max_tokens=1, cache_salt="l")

@@ -19,10 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
-from loraplex.adapters import source_reader
+from loraplex.adapters import source, source_reader
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.registry import OpenedAdapter
 from loraplex.adapters.remote import hub
-from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source import AdapterSource, narrowed_to
 from loraplex.adapters.source_reader import REFUSED_S, SourceReader, read_spec
 from loraplex.adapters.sources.opener import AdapterOpener
 from loraplex.adapters.weights import CheckedReader
@@ -38,6 +39,8 @@ from loraplex.errors import (
 )
 from tests.frontend.processes import Client, demo_config, within
 from tests.security.demo_reader import demo_opener, demo_reader
+from tests.security.tenancy import tenancy
+from tests.server.conftest import client_of
 
 ADAPTER = adapter_path(TASKS[0].name)
 CONFIG, WEIGHTS, BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -145,6 +148,55 @@ def test_what_becomes_a_link_after_its_check_is_not_read(
     with pytest.raises(AdapterPathForbiddenError) as caught:
         opener_of(adapter.parents[1]).open(str(adapter))
     check_refused(caught.value, swapper, outside)
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "directory above"])
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_a_tenant_reads_nothing_of_anothers_root(adapter: Path, swapper: Swapper, opening: str, what: str) -> None:
+    """Both lie in the server's. A tenant's were looked at before its load waited: it got another's weights."""
+    store, name, number = OPENINGS[opening]
+    store(adapter)
+    root = adapter.parents[1]
+    others = Path(shutil.copytree(adapter, root / "of-another-user" / "a"))
+    paths = {"file": (adapter / name, others / name), "directory": (adapter, others)}
+    path, target = paths.get(what, (adapter.parent, others.parent))
+    swapper.before(name, number, lambda: swap(path, target))
+    opener = opener_of(root)
+    with narrowed_to((adapter.parent,)), pytest.raises(AdapterPathForbiddenError):
+        opener.open(str(adapter))
+    assert swapper.read.isdisjoint(_inode(file.stat()) for file in others.iterdir())
+
+
+def test_a_tenants_directory_that_has_become_a_link_is_not_fetched(adapter: Path) -> None:
+    root = adapter.parents[1]
+    others = Path(shutil.copytree(adapter, root / "of-another-user" / "a"))
+    swap(adapter, others)
+    with narrowed_to((adapter.parent,)), pytest.raises(AdapterPathForbiddenError):
+        opener_of(root).open(str(adapter))
+    opener_of(root).open(str(adapter))  # the operator may
+
+
+async def test_whatever_a_tenant_loads_is_opened_within_its_roots(tmp_path: Path) -> None:
+    seen: list[tuple[Path, ...] | None] = []
+
+    def open_adapter(path: str) -> OpenedAdapter:
+        seen.append(source._narrower.get())
+        return OpenedAdapter(path, f"{len(seen):064x}", 1, 1, None)
+
+    with tenancy(tmp_path, {}, open_adapter=open_adapter) as server:
+        async with client_of(server.app) as client:
+            client.headers.update(server.headers("acme"))
+            old = {"name": "old", "path": "/srv/acme/old"}
+            new = {"old": "old", "new": "new", "new_path": "/srv/acme/new"}
+            vllm = {"lora_name": "third", "lora_path": "/srv/acme/third"}
+            for path, body in (("adapters", old), ("adapters/switch", new), ("load_lora_adapter", vllm)):
+                assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
+            put = await client.put("/v1/adapters/old", json={"path": "/srv/acme/fourth"})
+            assert put.status_code == 200, put.text
+            client.headers.update(server.headers("admin"))
+            body = {"name": "own", "path": "/srv/beta/own"}
+            assert (await client.post("/v1/adapters", json=body)).status_code == 200
+    assert seen == [(Path("/srv/acme"),)] * 4 + [None]
 
 
 def test_a_directory_that_is_renamed_out_of_the_roots_is_not_read(adapter: Path, swapper: Swapper) -> None:

@@ -245,7 +245,7 @@ async def test_opens_and_pins_of_another_tenant_take_no_thread_of_pins_and_loads
     process._ended, process._replies = [], queue.SimpleQueue()
     process._wake_write = os.open(os.devnull, os.O_WRONLY)
     store = SimpleNamespace(**dict.fromkeys(STORE_METHODS))
-    store.open_adapter = lambda path, name, tenant: hang.wait(60)
+    store.open_adapter = lambda path, name, tenant, roots: hang.wait(60)
     store.promote_adapter = lambda adapter_id: (adapter_id == 6 and hang.wait(60)) or AddOutcome(True)
     store.tenant_of = {6: "acme", 7: "beta"}.get
     process._engine = SimpleNamespace(adapters=store, abort_adapter=None)

@@ -124,9 +124,17 @@ class HubFetch:
     def check_pause(self, headers: Any) -> None:
         """Raises HubAnswerError for a pause that is too long."""
         asked = [headers.get("retry-after", ""), *_RESET.findall(headers.get("ratelimit", ""))]
-        pause_s = max((int(each) for each in asked if each.isdecimal() and len(each) < 10), default=0)
+        pause_s = max(map(_number, asked))
         if pause_s > MAX_PAUSE_S:
-            raise HubAnswerError(f"the hub answers again in {pause_s} s")
+            raise HubAnswerError(f"the hub answers again in {pause_s:g} s")
+
+
+def _number(text: str) -> float:
+    """As the library reads it, or more; of a date, which it passes over, 0."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 class _Guarded:

@@ -22,8 +22,9 @@ NUM_OPENS, NUM_OPENS_OF_A_CLIENT = 8, 4
 _OF_WEIGHTS = {"vocab_size", "invocation_tokens", *(each.name for each in fields(LongContext))}
 """What the document of a text has of weights and configuration."""
 
-ReadContent = Callable[[str, str, str], AdapterContent]
-"""Reads and validates the adapter in a directory; its name is for errors, the tenant for turns."""
+ReadContent = Callable[[str, str, str, tuple[str, ...]], AdapterContent]
+"""Reads and validates the adapter in a directory; its name is for errors, the tenant for turns; the roots are where its
+files must lie, () as the reader knows them."""
 
 ReadText = Callable[[AdapterFolder, int | None], AdapterText | None]
 """What an adapter's directory says about text, by its folder and where its vocabulary ends."""
@@ -83,8 +84,9 @@ class AdapterOpener:
         return self._opened(directory, adapter_name, text_of)
 
     def _opened(self, directory: str, name: str, text_of: Callable[[int | None], AdapterText | None]) -> OpenedAdapter:
+        roots = tuple(map(str, self.source.roots_of(Path(directory)) or ()))
         with self._turns.own():
-            content = self.read_content(directory, name, own_tenant())
+            content = self.read_content(directory, name, own_tenant(), roots)
         text = _with_context(text_of(content.vocab_size), content.long_context)
         if content.invocation_tokens:
             text = AdapterText.activated(text, content.invocation_tokens)

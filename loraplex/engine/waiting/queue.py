@@ -531,6 +531,16 @@ def last_served(states: Sequence[RequestState]) -> RequestState:
     return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
 
 
+def seated_for(first: RequestState, running: Sequence[RequestState]) -> RequestState | None:
+    """Which of the running requests gives its seat to one that waits: of those whose tenants were served no less and
+    have more seats by weight even then, the one that is served last."""
+    tenant = first.share
+    num_seats = (tenant.num_running + 1) / tenant.weight
+    served_more = [each for each in running if each.share is not tenant and each.share.served >= tenant.place]
+    others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
+    return last_served(others) if others else None
+
+
 def goes_after(state: RequestState, other: RequestState) -> bool:
     """Whether its KV is given to the other: it came later, or its tenant was served more."""
     if state.share is other.share:

@@ -16,7 +16,7 @@ def test_names_of_one_text_share_it(tmp_path: Path) -> None:
     """Each of 400 names of one directory kept a megabyte of its own."""
     opener = AdapterOpener(
         AdapterSource(),
-        lambda path, name, tenant: AdapterContent(name, 10, 8),
+        lambda path, name, tenant, roots: AdapterContent(name, 10, 8),
         lambda folder, vocab_size: AdapterText.of({"chat_templates": {"default": "x" * 1000}}),
     )
     texts = [opener.open(str(tmp_path)).text for _ in range(3)]
@@ -31,7 +31,7 @@ def test_an_engine_is_told_for_which_tenant_it_reads(tmp_path: Path) -> None:
     """And takes its turns in those of that tenant."""
     seen: list[str] = []
 
-    def read(path: str, name: str, tenant: str) -> AdapterContent:
+    def read(path: str, name: str, tenant: str, roots: tuple[str, ...]) -> AdapterContent:
         seen.append(tenant)
         return AdapterContent(name, 10, 8)
 
@@ -44,7 +44,7 @@ def test_an_engine_is_told_for_which_tenant_it_reads(tmp_path: Path) -> None:
 
 def test_a_longer_context_and_tokens_that_activate_are_of_the_text(tmp_path: Path) -> None:
     content = AdapterContent("0", 10, 8, 110, (5, 6), LongContext(2.0, 4096))
-    text = AdapterOpener(AdapterSource(), lambda path, name, tenant: content).open(str(tmp_path)).text
+    text = AdapterOpener(AdapterSource(), lambda path, name, tenant, roots: content).open(str(tmp_path)).text
     assert text is not None
     assert (text.invocation_tokens, text.rope_factor, text.max_model_len) == ((5, 6), 2.0, 4096)
     assert text.brings == ("invocation_tokens",)
