@@ -769,7 +769,8 @@ def test_a_database_that_was_restored_is_read_again(
     one.registry.load("a", "/a")
     one.registry.load("b", "/b")
     cluster.sql(
-        "BEGIN; DELETE FROM versions WHERE name = 'b'; DELETE FROM names WHERE name = 'b'; DELETE FROM changes; "
+        "BEGIN; LOCK TABLE servers; DELETE FROM versions WHERE name = 'b'; DELETE FROM names WHERE name = 'b'; "
+        "DELETE FROM changes; "
         "UPDATE about SET value = '1' WHERE key = 'sequence'; COMMIT",
         url,
     )
@@ -790,7 +791,8 @@ def test_ids_of_a_restored_database_come_no_second_time(
     one.registry.load("secret", "/secret")
     held = other.registry.acquire("secret")
     cluster.sql(
-        "BEGIN; DELETE FROM versions WHERE name = 'secret'; DELETE FROM names WHERE name = 'secret'; "
+        "BEGIN; LOCK TABLE servers; DELETE FROM versions WHERE name = 'secret'; "
+        "DELETE FROM names WHERE name = 'secret'; "
         "DELETE FROM changes; UPDATE about SET value = '1' WHERE key IN ('sequence', 'last_adapter_id'); "
         "UPDATE servers SET at = at - interval '1 hour'; COMMIT",
         url,
@@ -827,7 +829,8 @@ def test_a_restore_is_read_though_the_first_look_at_it_fails(
 
     monkeypatch.setattr(PostgresJournal, "_learn", fail_once)
     cluster.sql(
-        "BEGIN; DELETE FROM versions WHERE name = 'b'; DELETE FROM names WHERE name = 'b'; DELETE FROM changes; "
+        "BEGIN; LOCK TABLE servers; DELETE FROM versions WHERE name = 'b'; DELETE FROM names WHERE name = 'b'; "
+        "DELETE FROM changes; "
         "UPDATE servers SET at = at - interval '1 hour'; COMMIT",
         url,
     )

@@ -78,7 +78,7 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.StartEngine(CONFIG),
     msg.AddRequests.of((REQUEST, replace(REQUEST, request_id="r-2"))),
     msg.AbortRequests(("r-1", "r-2")),
-    msg.CallStore(1, "open_adapter", ("/adapters/sql", "sql", "acme")),
+    msg.CallStore(1, "open_adapter", ("/adapters/sql", "sql", "acme", ("/adapters",))),
     msg.CallStore(1, "add_adapter", (SPEC,)),
     msg.CallStore(1, "attach_adapters", ([SPEC, replace(SPEC, adapter_id=8)],)),
     msg.CallStore(2, "drop_adapter", (7,)),

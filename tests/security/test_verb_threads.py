@@ -250,7 +250,7 @@ async def test_opens_and_pins_of_another_tenant_take_no_thread_of_pins_and_loads
     store.tenant_of = {6: "acme", 7: "beta"}.get
     process._engine = SimpleNamespace(adapters=store, abort_adapter=None)
     try:
-        process._call_store(msg.CallStore(1, "open_adapter", ("/a", "a", "acme")))
+        process._call_store(msg.CallStore(1, "open_adapter", ("/a", "a", "acme", ())))
         process._call_store(msg.CallStore(3, "promote_adapter", (6,)))
         process._call_store(msg.CallStore(2, "promote_adapter", (7,)))
         reply = await asyncio.to_thread(process._replies.get, timeout=30)
