@@ -130,7 +130,8 @@ class PostgresJournal(SharedJournal):
         )
         self._last_id = self.last_adapter_id
         self._beat_at: datetime | None = None
-        self._reads_all = False
+        self._num_restores = self._num_restores_read = 0
+        self._beating = threading.Lock()  # of the sessions: what one wrote is there before the next looks
         self._heard_s = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"loraplex-registry-{name}", daemon=True)
@@ -225,17 +226,18 @@ class PostgresJournal(SharedJournal):
             began_s = self._asked_s = time.monotonic()
             # before the question: a turn of this server may end meanwhile
             at_least, known_id = float(max(self._seen, self._applied)), self._last_id
-            beat = tables.beat(connection, self._server, self._seen, self._applied)
-            if self._beat_at is not None and (beat.before is None or beat.before < self._beat_at):
-                self._reads_all = True  # turns that came after the restore may have the numbers of those before it
-            self._beat_at = beat.now
-            at_least = math.inf if self._reads_all else at_least
+            beat = self._beat(connection, self._seen, self._applied)
+            num_restores = self._num_restores
+            if num_restores > self._num_restores_read:
+                at_least = math.inf  # turns that came after a restore may have the numbers of those before it
             if not _is_at_least(beat.last_adapter_id, known_id):
                 _log.warning("database %s has an older last adapter_id: it is raised", self._database.place)
                 tables.raise_last_adapter_id(connection, beat.last_adapter_id, known_id)
             if beat.sequence < at_least or beat.sequence > self._seen or self._unsure:
                 self._learn(connection, at_least)
-            self._reads_all = False  # not before: a session may end in between, and the row is new by now
+            self._num_restores_read = (
+                num_restores  # not before: a session may end in between, and the row is new by now
+            )
             self._heard_s, self._asked_s = began_s, None
             if self._is_away:
                 _log.warning("database %s is back", self._database.place)
@@ -244,6 +246,21 @@ class PostgresJournal(SharedJournal):
             num_notices += sum(1 for _ in session.notifies(timeout=POLL_S, stop_after=1))
             if num_notices > MAX_NOTICES:
                 return
+
+    def _beat(self, connection: sa.Connection, seen: int, applied: int) -> tables.Beat:
+        """This server is there. The first session that says so after a restore finds a row that is older than it was:
+        the next one finds what this one wrote. In a turn the new row is not there before its COMMIT."""
+        is_alone = self._beating.acquire(timeout=WATCHDOG_S)  # not where a session hangs, which this thread may cut
+        try:
+            beat = tables.beat(connection, self._server, seen, applied)
+            if is_alone and self._beat_at is not None and (beat.before is None or beat.before < self._beat_at):
+                self._num_restores += 1
+            if is_alone and not (self._is_in_turn and connection is self._writer):
+                self._beat_at = beat.now
+        finally:
+            if is_alone:
+                self._beating.release()
+        return beat
 
     def _learn(self, connection: sa.Connection, at_least: float) -> None:
         with self._facts:
@@ -273,7 +290,7 @@ class PostgresJournal(SharedJournal):
             with self._mutex:
                 if self._apply_learned(FETCH_PATIENCE_S):
                     with suppress(JournalError), self._session_of_writer() as connection:
-                        tables.beat(connection, self._server, self._seen, self._applied)
+                        self._beat(connection, self._seen, self._applied)
                 if time.monotonic() - counted_s >= self._count_interval_s:
                     self._write_counters()
                     counted_s = time.monotonic()
@@ -373,7 +390,7 @@ class PostgresJournal(SharedJournal):
         try:
             with self._session_of_writer(is_begun=True) as connection:
                 tables.write_turn(connection, changes, sequence)
-                tables.beat(connection, self._server, sequence, sequence)
+                self._beat(connection, sequence, sequence)
                 connection.exec_driver_sql("COMMIT")
         except BaseException:
             with self._facts:
