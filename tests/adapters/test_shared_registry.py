@@ -47,7 +47,7 @@ from tests.adapters.fake_store import Bench, FakeStore, Gate
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed (pip install loraplex[postgres])")
 
 from loraplex.adapters.journal import postgres_journal, postgres_tables  # noqa: E402
-from loraplex.adapters.journal.postgres_journal import MAX_TURNS_OF_A_TENANT, PostgresJournal  # noqa: E402
+from loraplex.adapters.journal.postgres_journal import MAX_TURNS_OF_A_CLIENT, PostgresJournal  # noqa: E402
 from loraplex.processes.fair_turns import working_for  # noqa: E402
 
 BASE = "/models/base"
@@ -211,7 +211,7 @@ def test_verbs_of_one_tenant_at_two_servers_hold_up_no_other(begin: Callable[...
         stop.set()
         for thread in threads:
             thread.join()
-    assert sorted(passed)[len(passed) // 2] <= 6 * MAX_TURNS_OF_A_TENANT, "those that had begun, at both servers"
+    assert sorted(passed)[len(passed) // 2] <= 6 * MAX_TURNS_OF_A_CLIENT, "those that had begun, at both servers"
 
 
 def test_all_of_a_name_is_shared(begin: Callable[..., Server]) -> None:

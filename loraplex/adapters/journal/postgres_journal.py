@@ -58,7 +58,7 @@ from loraplex.processes.fair_turns import FairTurns
 
 _log = logging.getLogger(__name__)
 
-MAX_TURNS, MAX_TURNS_OF_A_TENANT = 16, 4
+MAX_TURNS, MAX_TURNS_OF_A_CLIENT = 16, 4
 """Verbs of this server that want the session, or wait for other servers and ask about them with it."""
 
 POLL_S = 0.2
@@ -103,7 +103,7 @@ class PostgresJournal(SharedJournal):
         self._count_interval_s = count_interval_s
         self._database = Database(url)
         self._mutex = threading.Lock()  # the session that writes, and what the registry has applied
-        self._turns = FairTurns(MAX_TURNS, MAX_TURNS_OF_A_TENANT)
+        self._turns = FairTurns(MAX_TURNS, MAX_TURNS_OF_A_CLIENT)
         self._writer: sa.Connection | None = None
         self._reader: sa.Connection | None = None
         self._asked_s: float | None = None
@@ -235,9 +235,8 @@ class PostgresJournal(SharedJournal):
                 tables.raise_last_adapter_id(connection, beat.last_adapter_id, known_id)
             if beat.sequence < at_least or beat.sequence > self._seen or self._unsure:
                 self._learn(connection, at_least)
-            self._num_restores_read = (
-                num_restores  # not before: a session may end in between, and the row is new by now
-            )
+            # not before: a session may end in between, and the row is new by now
+            self._num_restores_read = num_restores
             self._heard_s, self._asked_s = began_s, None
             if self._is_away:
                 _log.warning("database %s is back", self._database.place)
