@@ -10,6 +10,9 @@ How many is found by the steps themselves, as in congestion control, between `le
 
 `least` is 1/LEAST_SHARE of the step's tokens, so a prompt takes at most LEAST_SHARE times as many steps, and a request
 that could run waits for no target. What is missed in spite of this is counted.
+
+A step has a target of its own, STEP_TARGET_S, whatever it runs: a request that comes waits for the steps in flight, and
+a token of a prompt costs more the more there are before it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ LEAST_SHARE = 8
 GROWTH = 16
 CALM_SHARE = 0.8
 
+STEP_TARGET_S = 0.25
+"""Where a step takes so long, less of prompts in it costs hardly any throughput: weights were read long ago."""
 
 ADMITTED_SHARE = 4
 """One in so many of a step's tokens of prompts."""
@@ -104,33 +109,46 @@ class StepBudget:
         self.num_prompt_tokens -= num_tokens if num_tokens > 1 else 0
 
 
+class PromptLimit:
+    """Tokens of prompts in a step, as steps took longer or shorter than a target."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self.num_tokens = self._most = max_num_batched_tokens
+        self._least = max(1, max_num_batched_tokens // LEAST_SHARE)
+
+    def see_step(self, num_prompt_tokens: int, seconds: float, target_s: float) -> None:
+        if seconds > target_s:
+            if num_prompt_tokens:
+                self.num_tokens = max(self._least, min(self.num_tokens, num_prompt_tokens // 2))
+        elif seconds < CALM_SHARE * target_s and num_prompt_tokens >= self.num_tokens:
+            self.num_tokens = min(self._most, self.num_tokens + max(1, self._most // GROWTH))
+
+
 class ServiceLevels:
     """See the module's docstring. outcomes: first tokens (`ttft`) and later ones (`itl`) of requests with a target, by
     whether they came in time: `ttft_met`, `ttft_missed`, `itl_met`, `itl_missed`."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
-        self._most = self._limit = max_num_batched_tokens
-        self._least = max(1, max_num_batched_tokens // LEAST_SHARE)
+        self._most = max_num_batched_tokens
+        self._limit, self._limit_beside_targets = PromptLimit(self._most), PromptLimit(self._most)
         self._landed_s = 0.0
         self.outcomes: Counter[str] = Counter()
 
     def budget(self, running: Sequence[RequestState]) -> StepBudget:
         """For the next step of the running requests."""
-        is_bound = any(_has_target(state) for state in running)
-        return StepBudget(self._most, self._limit if is_bound else self._most)
+        num_prompt_tokens = self._limit.num_tokens
+        if any(_has_target(state) for state in running):
+            num_prompt_tokens = min(num_prompt_tokens, self._limit_beside_targets.num_tokens)
+        return StepBudget(self._most, num_prompt_tokens)
 
     def see_step(self, sequences: Sequence[ScheduledSequence], began_s: float, now_s: float) -> None:
         """A step is over that was scheduled at `began_s`. With look-ahead it ran when the one before it was over."""
         seconds, self._landed_s = now_s - max(began_s, self._landed_s), now_s
-        targets = [each.state.share.itl_target_s or 0.0 for each in sequences if _has_target(each.state)]
-        if not targets:
-            return
         num_prompt_tokens = sum(each.num_tokens for each in sequences if each.is_prefill)
-        if seconds > min(targets):
-            if num_prompt_tokens:
-                self._limit = max(self._least, min(self._limit, num_prompt_tokens // 2))
-        elif seconds < CALM_SHARE * min(targets) and num_prompt_tokens >= self._limit:
-            self._limit = min(self._most, self._limit + max(1, self._most // GROWTH))
+        self._limit.see_step(num_prompt_tokens, seconds, STEP_TARGET_S)
+        targets = [each.state.share.itl_target_s or 0.0 for each in sequences if _has_target(each.state)]
+        if targets:
+            self._limit_beside_targets.see_step(num_prompt_tokens, seconds, min(targets))
 
     def see_token(self, state: RequestState, now_s: float) -> None:
         """A request got its newest token."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.engine.waiting.service_levels import GROWTH, LEAST_SHARE, ServiceLevels, StepBudget
+from loraplex.engine.waiting.service_levels import GROWTH, LEAST_SHARE, STEP_TARGET_S, ServiceLevels
 from loraplex.engine.waiting.shares import HINT_SERVICE, OUTPUT_COST, PROMPT_COST
 from loraplex.sampling_params import Claim
 from tests.engine.test_scheduler import Harness
@@ -25,9 +25,9 @@ def bound(least_weight: float) -> float:
 
 
 class Load:
-    def __init__(self, seed: int, tokens: int = TOKENS) -> None:
+    def __init__(self, seed: int, tokens: int = TOKENS, num_blocks: int = 128) -> None:
         self.random = random.Random(seed)
-        self.harness = Harness(num_blocks=128, seqs=SEATS, tokens=tokens, aging_steps=32)
+        self.harness = Harness(num_blocks=num_blocks, seqs=SEATS, tokens=tokens, aging_steps=32)
         self.num_come = 0
 
     @property
@@ -184,7 +184,7 @@ class TestStepsBesideTokens:
 
 
 @settings(max_examples=100)
-@given(seconds=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 512)), max_size=60))
+@given(seconds=st.lists(st.tuples(st.floats(0, 2 * STEP_TARGET_S), st.integers(0, 512)), max_size=60))
 def test_tokens_of_prompts_stay_between_the_least_and_all(seconds: list[tuple[float, int]]) -> None:
     levels, load = ServiceLevels(512), Load(0)
     name = load.add(Claim("talker", itl_target_ms=50), 4, 20)
@@ -198,7 +198,27 @@ def test_tokens_of_prompts_stay_between_the_least_and_all(seconds: list[tuple[fl
         after = levels.budget([state]).num_prompt_tokens
         assert 512 // LEAST_SHARE <= after <= 512
         assert after <= before + 512 // GROWTH
-        assert levels.budget([]) == StepBudget(512, 512), "nothing is held back for requests that are not there"
+        beside_none = levels.budget([]).num_prompt_tokens
+        assert after <= beside_none <= 512, "nothing is held back for requests that are not there"
+        if all(step_s <= STEP_TARGET_S for step_s, _ in seconds):
+            assert beside_none == 512
+
+
+def test_the_steps_of_a_long_prompt_stay_short_where_it_is_alone_and_nothing_has_a_target() -> None:
+    """A token of it costs more the more there are before it."""
+    load, steps = Load(0, tokens=512, num_blocks=1024), []
+    load.add(Claim("reader"), 8000, 1)
+    while load.scheduler.has_unfinished:
+        plan = load.scheduler.schedule()
+        (sequence,) = plan.sequences
+        steps.append((sequence.num_tokens, 2e-7 * sequence.num_tokens * sequence.end))
+        load.harness.now_s += steps[-1][1]
+        load.harness.commit(plan)
+    assert steps[0][0] == 512, "all of a step, while it is short"
+    too_long = [seconds for _, seconds in steps if seconds > STEP_TARGET_S]
+    assert 1 <= len(too_long) <= 8
+    assert max(too_long) < 1.3 * STEP_TARGET_S
+    assert min(num_tokens for num_tokens, _ in steps[:-1]) >= 512 // LEAST_SHARE
 
 
 def test_a_draft_is_no_prompt() -> None:
