@@ -470,6 +470,10 @@ class ServerConfig(ServerSettings):
                 f"{self.host} can be reached from other machines and every API key may load, replace and unload "
                 "adapters; give --admin-api-key-file, or --disable-dynamic-loading",
             ),
+            (
+                self.guard_metrics and not self.has_keys,
+                "--guard-metrics changes nothing: without an API key /metrics is open",
+            ),
             *(
                 (
                     len(key) < MIN_KEY_CHARS,

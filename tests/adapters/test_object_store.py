@@ -430,6 +430,8 @@ class HostileStore(BaseHTTPRequestHandler):
         elif bucket == "broken":
             self._answer(200, b"short", Content_Length="100", Hold="1")
 
+    do_HEAD = do_GET
+
     def _list(self, bucket: str) -> None:
         tag = "x&#13;&#10;X-Other: 1" if bucket == "line-ends" else "&quot;x&quot;"
         names = (f"model-{number}" for number in range(1001)) if bucket == "crowded" else (CONFIG, WEIGHTS)
@@ -481,10 +483,11 @@ def hostile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Host
 def test_a_redirect_of_the_store_is_not_followed(
     hostile: type[HostileStore], source: AdapterSource, bucket: str
 ) -> None:
-    with pytest.raises(AdapterLoadError):
+    with pytest.raises(AdapterFetchError, match="redirects elsewhere"):
         source.fetch(f"s3://{bucket}")
     assert hostile.asked, "the store was asked"
     assert not [path for path in hostile.asked if "evil" in path]
+    assert len(hostile.asked) <= 6, "nor is its region asked for in turns with it"
 
 
 @pytest.mark.parametrize("bucket", ["endless", "tags", "attributes", "entities"])

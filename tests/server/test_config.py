@@ -12,6 +12,8 @@ from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig, ServerSettings
 from loraplex.server.config import registry_database
 
+KEY = "0123456789abcdef" * 4
+
 
 @pytest.mark.parametrize(
     ("fields", "name"),
@@ -81,3 +83,23 @@ def test_the_url_of_a_database_comes_from_the_variable_and_is_in_no_repr() -> No
 def test_every_setting_has_its_help() -> None:
     for cls in (ServerSettings, ServerConfig):
         assert all(field.metadata["help"] for field in cls.__dataclass_fields__.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"host": "0.0.0.0"}, "there is no API key"),
+        ({"host": "0.0.0.0", "api_keys": (KEY,)}, "every API key may load"),
+        ({"api_keys": ("short",)}, "fewer than"),
+        ({"guard_metrics": True}, "--guard-metrics changes nothing"),
+    ],
+)
+def test_what_an_operator_hears_before_the_server_listens(settings: dict[str, Any], text: str) -> None:
+    (warning,) = ServerConfig(**settings).warnings
+    assert text in warning
+    assert "short" not in warning
+
+
+def test_a_guarded_server_hears_nothing() -> None:
+    keys = {"api_keys": (KEY,), "admin_api_keys": (KEY[::-1],)}
+    assert ServerConfig(host="0.0.0.0", guard_metrics=True, **keys).warnings == ()

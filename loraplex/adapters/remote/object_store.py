@@ -292,6 +292,8 @@ def _as_adapter_error(error: Exception, adapter: ObjectAdapter, timeout_s: float
         return AdapterPathNotFoundError(f"{adapter}: the store has no such bucket or object")
     if "OddAnswerError" in kinds:
         return AdapterFileFormatError(f"{adapter}: the store's answer is no list of at most {MAX_OBJECTS} objects")
+    if "RedirectError" in kinds:
+        return AdapterFetchError(f"{adapter}: the store redirects elsewhere, which is not followed; give its address")
     if any("Timeout" in kind for kind in kinds):
         return AdapterFetchTimeoutError(f"{adapter}: the store did not deliver it within {timeout_s:g} s; try again")
     _log.warning("%s could not be fetched: %s", adapter, "; ".join(sorted(kinds)))

@@ -17,18 +17,28 @@ MAX_TAGS = 50_000
 """Of its XML, and attributes: the parser holds the interpreter's lock, 2 MiB of empty tags take it 0.2 s."""
 
 
+REGION = "x-amz-bucket-region"
+"""Of a redirect: botocore goes to that region, once. Without it, it asks for the region, is redirected, and asks."""
+
+
 class OddAnswerError(Exception):
     """What the store sent is no list of 1,000 objects."""
 
 
+class RedirectError(Exception):
+    """The store sends elsewhere."""
+
+
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
-    """Raises OddAnswerError. A redirect is an answer as others are: botocore makes an error of it."""
+    """Raises OddAnswerError, and RedirectError for a redirect that is not to another region."""
 
     async def send(self, request: Any) -> Any:
         is_object, request.stream_output = request.stream_output, True  # else the whole answer is read now
         answer = await super().send(request)
         if not is_object or answer.status_code >= 300:
             answer._content = await _bounded(answer.raw)
+        if answer.status_code in (301, 302, 307, 308) and REGION not in answer.headers:
+            raise RedirectError(f"status {answer.status_code}, and no region")
         return answer
 
     async def _get_session(self, proxy_url: str | None) -> Any:

@@ -211,6 +211,12 @@ class CountTokensRequest(TargetFields):
         assert self.chat.messages, "made here, where the body is checked: a conversation may be long"
         return self
 
+    @classmethod
+    def refuse_hints(cls, fields: Mapping[str, Any]) -> None:
+        super().refuse_hints(fields)
+        for part in _parts_of(fields):
+            super().refuse_hints({"cache_control": part.get("cache_control")})
+
     def own_fields(self) -> dict[str, Any]:
         """Of the chat route, beside those of the conversation."""
         return {}
@@ -261,6 +267,15 @@ class MessagesRequest(PassedFields, CountTokensRequest):
     def own_fields(self) -> dict[str, Any]:
         user = None if self.metadata is None else self.metadata.user_id
         return {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences or None, "user": user}
+
+
+def _parts_of(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Tools, messages, their blocks, and blocks in these, of a body that was not checked yet."""
+    lists = [fields.get(name) for name in ("system", "tools", "messages")]
+    for _ in range(3):
+        parts = [each for found in lists if isinstance(found, list) for each in found if isinstance(each, dict)]
+        yield from parts
+        lists = [part.get("content") for part in parts]
 
 
 def _as_chat_tool(tool: Tool) -> dict[str, Any]:

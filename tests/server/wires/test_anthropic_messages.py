@@ -26,6 +26,8 @@ REPLY = "<|user|>hi\n<|assistant|>"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD: Any = {"name": "add", "description": "sums", "input_schema": PARAMETERS}
 SUB: Any = {"type": "custom", "name": "sub", "input_schema": {"type": "object"}}
+CACHED: Any = {"cache_control": {"type": "ephemeral"}}
+RESULT: Any = {"type": "tool_result", "tool_use_id": "c"}
 ADD_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 CALLS = f'Well.\n{ADD_CALL}\n<tool_call>{{"name": "sub"}}</tool_call>'
 
@@ -319,6 +321,23 @@ async def test_hints_are_refused_by_a_strict_server(engine: FakeAsyncEngine) -> 
     async with client_of(create_app(engine, ServerConfig(strict_fields=True))) as client:
         response = await client.post(URL, json=body(metadata={"user_id": "ann"}))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "metadata")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{**ADD, **CACHED}]},
+        {"system": [{"type": "text", "text": "a", **CACHED}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **CACHED}]}]},
+        {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "text", "text": "a", **CACHED}]}]}]},
+    ],
+)
+async def test_a_strict_server_refuses_hints_of_parts(engine: FakeAsyncEngine, fields: dict[str, Any]) -> None:
+    async with client_of(create_app(engine, ServerConfig(strict_fields=True))) as client:
+        response = await client.post(URL, json=body(**fields))
+        odd = await client.post(URL, json=body(system=[[], 1], messages=[{"content": {"content": [1]}}, "x"]))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_control")
+    assert odd.status_code == 400
 
 
 async def test_the_query_of_what_is_new(client: httpx.AsyncClient) -> None:
