@@ -1,17 +1,21 @@
 """The twin beside the engine: six cells, each predicted and then measured, on the same arrivals.
 
-    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 17 minutes
+    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 28 minutes
     python -m benchmarks.twin --calibration calibration.json --seconds 60
-A calibration is of one machine with its settings: give --threads and --requests-in-flight as they were. Rates are
-shares of the throughput that the twin predicts for requests that come all at once. A cell has an engine of its own,
-with all adapters registered; its arrivals, lengths and adapters are drawn once for both, and it runs --runs times:
-their median counts, and "runs" says how far apart they are, which no prediction can be better than. Targets: throughput
-and the median time to the first token within 10 % of what is measured, their P99 within 25 %.
+A calibration is of one machine with its settings: give --threads and --requests-in-flight as they were. A machine's
+speed changes by some percent within half an hour, so it is calibrated in turns with the cells, before and after every
+two, and the twin has the mean of both. What disturbs steps is drawn: the median of --draws simulations counts.
 
-Near its capacity an engine makes much waiting of little time: at a load of 1.2, where a request waits for what has
-piled up before it, 1 % of capacity is 6 % of the median wait. So the last line of a cell has the seconds of its steps,
-which wait for nothing: what the model says of the steps that ran, and what they took. "scaled" is the prediction again
-with every step off by that factor: what is left between it and the measured figure is not of the model of steps.
+Rates are shares of the throughput that the twin predicts for requests that come all at once. A cell has an engine of
+its own, with all adapters registered; its arrivals, lengths and adapters are drawn once for both, and it runs --runs
+times: their median counts, and "runs" says how far apart they are, which no prediction can be better than. Targets:
+throughput and the median time to the first token within 10 % of what is measured, their P99 within 25 %.
+
+Near its capacity an engine makes much waiting of little time: at a load of L > 1, where a request waits for what has
+piled up before it, 1 % of capacity is L / (L - 1) % of the median wait: 6 % at 1.2, where two runs are further apart
+than the target, and 2 % at 2, the load of "overload". The last line of a cell has the seconds of its steps, which wait
+for nothing: what the model says of the steps that ran, and what they took. "scaled" is the prediction again with every
+step off by that factor: what is left between it and the measured figure is not of the model of steps.
 
 Run it alone on a quiet machine: it stops at once where the load is above --max-load of the cores. What disturbs the
 calibration is in every prediction.
@@ -26,7 +30,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +57,7 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import LoRARequest
 from loraplex.frontend.llm import LLM
 from loraplex.twin.calibrate import calibrate
-from loraplex.twin.calibration import Calibration
+from loraplex.twin.calibration import Calibration, FrontTime
 from loraplex.twin.results import SimulationResult
 from loraplex.twin.settings import TwinSettings
 from loraplex.twin.simulation import Simulation
@@ -63,9 +67,11 @@ from loraplex.twin.workload import Workload
 MAX_OFF, MAX_OFF_P99 = 0.10, 0.25
 MAX_MODEL_LEN = 1024
 CUT_OFF_AFTER = 6
+CELLS_A_CALIBRATION = 2
 SATURATING_RATE = 1e4
 SATURATING_REQUESTS = 96
 WARM_UP_REQUESTS = 4
+FRONT_TIMES = tuple(each.name for each in fields(FrontTime))
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class Cell:
     output_tokens: str = "16-64"
     zipf: float = 0.9
     cv: float = 1.0
+    share: float = 1.0
+    """Of --seconds."""
 
     def workload(self, rank: int, rate: float, num_requests: int, seed: int) -> Workload:
         return Workload(
@@ -98,7 +106,7 @@ class Cell:
 CELLS = (
     Cell("base", adapters=0, room=16, load=0.7),
     Cell("resident", adapters=16, room=16, load=0.7),
-    Cell("overload", adapters=16, room=16, load=1.2),
+    Cell("overload", adapters=16, room=16, load=2.0, share=0.5),
     Cell("bursts", adapters=16, room=16, load=0.6, cv=4.0),
     Cell("prompts", adapters=16, room=16, load=0.7, prompt_tokens="256-512", output_tokens="8-16"),
     Cell("few slots", adapters=48, room=8, load=0.6),
@@ -208,17 +216,31 @@ def arrivals_of(workload: Workload, requests: Sequence[LoRARequest], vocab_size:
     ]
 
 
-def measure(cell: Cell, workload: Workload, made: Fixture, args: argparse.Namespace, settings: TwinSettings) -> Row:
-    """Predict, then run an engine of its own."""
-    calibration = args.measured
-    predicted = Simulation(calibration, settings, workload).run()
+@dataclass(frozen=True)
+class Measured:
+    """What a cell's engines did. works: of each run's steps, and step_s, what they took together."""
+
+    cell: Cell
+    settings: TwinSettings
+    workload: Workload
+    runs: tuple[Summary, ...]
+    works: tuple[tuple[StepWork, ...], ...]
+    step_s: tuple[float, ...]
+    counted: Counters
+    load: float
+
+
+def measure(
+    cell: Cell, workload: Workload, made: Fixture, args: argparse.Namespace, settings: TwinSettings
+) -> Measured:
+    """Each run has an engine of its own."""
     budgets = {
         "adapter_memory_bytes": settings.adapter_memory_bytes,
         "host_memory_bytes": settings.host_memory_bytes,
         "max_model_len": MAX_MODEL_LEN,
     }
     load = os.getloadavg()[0]
-    measured, steps = [], []
+    runs, works, step_s = [], [], []
     for _ in range(args.runs):
         with start(made, args, budgets) as llm:
             requests = lora_requests(made)[: cell.adapters]
@@ -226,29 +248,71 @@ def measure(cell: Cell, workload: Workload, made: Fixture, args: argparse.Namesp
             _warm_up(llm)
             before = Counters.of(llm.stats())
             arrivals = arrivals_of(workload, requests, llm.engine.info.vocab_size)
-            with _watched(llm, calibration, args.rank, workload.seed) as ran:
-                measured.append(Summary.of([run(llm, arrivals, CUT_OFF_AFTER * args.seconds)]))
-            steps += ran
+            with _watched(llm, args.rank) as ran:
+                runs.append(Summary.of([run(llm, arrivals, CUT_OFF_AFTER * args.seconds)]))
+            works.append(tuple(ran.works))
+            step_s.append(ran.seconds)
             counted = Counters.of(llm.stats()) - before
             llm.check_integrity()
+    return Measured(cell, settings, workload, tuple(runs), tuple(works), tuple(step_s), counted, load)
+
+
+def row_of(measured: Measured, calibration: Calibration, num_draws: int) -> Row:
+    """What the twin says of a cell."""
+    model, seed = calibration.step_model(), measured.workload.seed
+    steps = []
+    for works, seconds_of_steps in zip(measured.works, measured.step_s, strict=True):
+        disturbances = Disturbances(calibration.step_ratios, seed)
+        predicted_s = 1e-3 * sum(model.ms(work) * disturbances.next(work.num_tokens) for work in works)
+        steps.append(Steps(len(works), predicted_s, seconds_of_steps))
     factor = statistics.median(each.measured_s / each.predicted_s for each in steps)
-    scaled = Simulation(_scaled(calibration, factor), settings, workload).run()
-    return Row(cell, workload.rate, predicted, scaled, tuple(measured), tuple(steps), counted, load)
+    predicted, scaled = (
+        predict(each, measured.settings, measured.workload, num_draws)
+        for each in (calibration, _scaled(calibration, factor))
+    )
+    about = measured.cell, measured.workload.rate, predicted, scaled
+    return Row(*about, measured.runs, tuple(steps), measured.counted, measured.load)
+
+
+def predict(calibration: Calibration, settings: TwinSettings, workload: Workload, num_draws: int) -> SimulationResult:
+    """The first of some simulations of the same arrivals, with the medians of all in the figures that are compared."""
+    results = []
+    for draw in range(num_draws):
+        turn = draw * len(calibration.step_ratios) // num_draws  # other ratios at each place that is drawn
+        ratios = calibration.step_ratios[turn:] + calibration.step_ratios[:turn]
+        results.append(Simulation(replace(calibration, step_ratios=ratios), settings, workload).run())
+    tokens_per_s, p50, p99 = (statistics.median(figures) for figures in zip(*map(_figures_of, results), strict=True))
+    first_token_s = replace(results[0].first_token_s, p50=1e-3 * p50, p99=1e-3 * p99)
+    num_failed = max(each.num_failed for each in results)
+    return replace(results[0], tokens_per_s=tokens_per_s, first_token_s=first_token_s, num_failed=num_failed)
+
+
+def mean_of(calibrations: Sequence[Calibration]) -> Calibration:
+    """Of one machine, at several times."""
+    first, count = calibrations[0], len(calibrations)
+    step_ms = {name: sum(each.step_ms[name] for each in calibrations) / count for name in first.step_ms}
+    times = [[getattr(each.front, name) for each in calibrations] for name in FRONT_TIMES]
+    front = FrontTime(*(sum(each) / count for each in times))
+    ratios = tuple(ratio for each in calibrations for ratio in each.step_ratios)
+    return replace(first, step_ms=step_ms, front=front, step_ratios=ratios)
+
+
+@dataclass
+class _Ran:
+    works: list[StepWork]
+    seconds: float = 0.0
 
 
 @contextmanager
-def _watched(llm: LLM, calibration: Calibration, rank: int, seed: int) -> Iterator[list[Steps]]:
-    """The list gets the steps that run within the block, when it ends."""
-    works: list[StepWork] = []
-    found: list[Steps] = []
+def _watched(llm: LLM, rank: int) -> Iterator[_Ran]:
+    """What runs within the block; its seconds when it ends."""
+    ran = _Ran([])
     rank_of: defaultdict[int, int] = defaultdict(lambda: rank)
     before_s = sum(llm.stats().step_times.seconds.values())
-    llm.engine.watch_steps(lambda plan: works.append(StepWork.of(plan, rank_of)))
-    yield found
+    llm.engine.watch_steps(lambda plan: ran.works.append(StepWork.of(plan, rank_of)))
+    yield ran
     llm.engine.watch_steps(None)
-    model, disturbances = calibration.step_model(), Disturbances(calibration.step_ratios, seed)
-    predicted_s = 1e-3 * sum(model.ms(work) * disturbances.next(work.num_tokens) for work in works)
-    found.append(Steps(len(works), predicted_s, sum(llm.stats().step_times.seconds.values()) - before_s))
+    ran.seconds = sum(llm.stats().step_times.seconds.values()) - before_s
 
 
 def _scaled(calibration: Calibration, factor: float) -> Calibration:
@@ -313,14 +377,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [cell for cell in CELLS if args.cell in (None, cell.name)]
     args.adapters = max(cell.adapters for cell in cells) or 1
     made = fixture_for(args)
-    args.measured = calibration_of(made, args)
-    adapter_bytes = args.measured.nbytes_of(args.rank)
-    rows = []
-    for cell in each(cells, lambda one: one.name):
-        settings = settings_for(cell, args, adapter_bytes)
-        rate = cell.load * capacity(args.measured, cell, settings, args.rank)
-        workload = cell.workload(args.rank, rate, max(20, round(rate * args.seconds)), seed=args.seed)
-        rows.append(measure(cell, workload, made, args, settings))
+    calibrations, measured = [calibration_of(made, args)], []
+    for number, cell in enumerate(each(cells, lambda one: one.name)):
+        if number and number % CELLS_A_CALIBRATION == 0:
+            calibrations.append(calibration_of(made, args))
+        settings = settings_for(cell, args, calibrations[0].nbytes_of(args.rank))
+        rate = cell.load * capacity(calibrations[-1], cell, settings, args.rank)
+        num_requests = max(20, round(rate * cell.share * args.seconds))
+        measured.append(measure(cell, cell.workload(args.rank, rate, num_requests, args.seed), made, args, settings))
+    calibrations.append(calibration_of(made, args))
+    around = [mean_of(calibrations[number // CELLS_A_CALIBRATION :][:2]) for number in range(len(cells))]
+    rows = [row_of(*one, args.draws) for one in zip(measured, around, strict=True)]
     title = title_of(made, args, f"{args.seconds:g} s of arrivals a cell, rank {args.rank}")
     console = wide_console()
     console.print(table_of(rows, title))
@@ -328,7 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     near = sum(row.is_within_runs for row in rows)
     console.print(f"all targets met in {met} of {len(rows)} cells, or missed by less than the runs are apart in {near}")
     save(
-        args.json, {"title": title, "calibration": asdict(args.measured), "cells": [cell_figures(row) for row in rows]}
+        args.json,
+        {"title": title, "calibrations": [*map(asdict, calibrations)], "cells": [cell_figures(row) for row in rows]},
     )
     return 0
 
@@ -352,7 +420,7 @@ def calibration_of(made: Fixture, args: argparse.Namespace) -> Calibration:
         max_model_len=MAX_MODEL_LEN,
         lora=LoRAConfig(),
     )
-    print(f"calibrating for {args.calibrate_seconds:g} s", file=sys.stderr)
+    print(f"calibrating for {args.calibrate_seconds:g} s", file=sys.stderr, flush=True)
     return calibrate(config, [args.rank], args.calibrate_seconds)
 
 
@@ -360,10 +428,11 @@ def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(new, rank=8)
     new.add_argument("--calibration", type=Path, metavar="FILE", help="of `loraplex calibrate` (default: made first)")
-    new.add_argument("--calibrate-seconds", type=seconds, default=180.0, help="(default: 180)")
+    new.add_argument("--calibrate-seconds", type=seconds, default=120.0, help="each time (default: 120)")
     new.add_argument("--seconds", type=seconds, default=60.0, help="of arrivals a cell (default: 60)")
     new.add_argument("--cell", choices=[cell.name for cell in CELLS], help="this one alone")
-    new.add_argument("--runs", type=positive, default=2, help="of a cell (default: 2)")
+    new.add_argument("--runs", type=positive, default=3, help="of a cell (default: 3)")
+    new.add_argument("--draws", type=positive, default=5, help="simulations of a cell (default: 5)")
     new.add_argument("--seed", type=positive, default=11, help="of the arrivals (default: 11)")
     new.add_argument(
         "--max-load", type=seconds, default=0.25, help="of the machine at the start, a core (default: 0.25)"
