@@ -26,13 +26,13 @@ from loraplex.router.settings import RouteSettings
 from loraplex.router.verbs import AdapterVerbs
 from loraplex.routing import Needs
 from loraplex.server.api_error import ApiError, clipped, error_response
-from loraplex.server.auth import credential_of
+from loraplex.server.auth import address_of, credential_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.browser_guard import AllowedHosts, BrowserGuard
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
-from loraplex.server.off_loop import OffLoop, address_of
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
 from loraplex.server.telemetry.tracing import TraceMiddleware, Tracing
 from loraplex.server.urls import TrailingSlash

@@ -23,8 +23,9 @@ from loraplex.router.exchange import REPLICAS_HEADER, answer_headers, response_o
 from loraplex.router.fleet import Fleet
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import address_of
 from loraplex.server.body import SHORT_BODY_BYTES
-from loraplex.server.off_loop import OffLoop, address_of
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.verb_turns import VerbTurns
 

@@ -51,8 +51,8 @@ from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError, ErrorBody, clipped
+from loraplex.server.auth import address_of
 from loraplex.server.body import JSON_TYPE, decode_object, media_type_of, read_body
-from loraplex.server.off_loop import address_of
 from loraplex.server.streaming import until_disconnect
 
 MAX_BODY_BYTES = 2**16

@@ -30,12 +30,12 @@ from loraplex.serve.exchange import REPLICA_HEADER, Call, Head
 from loraplex.server.access import Access, check_access
 from loraplex.server.api_error import ApiError, clipped, error_response
 from loraplex.server.app import add_middleware
-from loraplex.server.auth import KeyRing, caller_of, credential_of
+from loraplex.server.auth import KeyRing, caller_of, client_of, credential_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
-from loraplex.server.off_loop import OffLoop, client_of
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.request_id import USABLE, new_request_id
 from loraplex.server.streaming import EVENT_STREAM, until_disconnect
 from loraplex.server.wires.native_forms import error_event

@@ -41,13 +41,13 @@ from loraplex.server.adapter_schemas import (
 )
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import caller_of, client_of
 from loraplex.server.body import JSON_TYPE, media_type_of
 from loraplex.server.config import local_roots
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
-from loraplex.server.off_loop import OffLoop, client_of
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
 from loraplex.server.sources.receiver import UploadReceiver

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -164,7 +164,7 @@ class ApiKeyMiddleware:
             scope.setdefault("state", {})["caller"] = caller
             if (context := request_context.get()) is not None:
                 context.tenant = caller.scope.tenant or ""
-                context.client = _client_of(caller, scope)
+                context.client = client_of(HTTPConnection(scope))
             await self._app(scope, receive, send)
             return
         await error_response(unknown_key())(scope, receive, send)
@@ -183,10 +183,15 @@ class ApiKeyMiddleware:
         return is_read and path in self._open_paths and not is_closed
 
 
-def _client_of(caller: Caller, scope: AsgiScope) -> str:
-    if caller not in (KEYLESS, ANONYMOUS):
-        return caller.account
-    return source_of(str((scope.get("client") or ("",))[0]))
+def client_of(request: HTTPConnection) -> str:
+    """Whose turn a request takes: its tenant's or key's where it has one, else its address's."""
+    caller = caller_of(request)
+    return address_of(request) if caller in (KEYLESS, ANONYMOUS) else caller.account
+
+
+def address_of(request: HTTPConnection) -> str:
+    """As connections count it."""
+    return "" if request.client is None else source_of(request.client.host)
 
 
 def unknown_key() -> ApiError:
@@ -194,7 +199,7 @@ def unknown_key() -> ApiError:
     return ApiError(text, status=401, kind="authentication_error", code="invalid_api_key")
 
 
-def caller_of(request: Request) -> Caller:
+def caller_of(request: HTTPConnection) -> Caller:
     """The caller that the middleware has found; of a verb, as it was known when the body had come (access.py)."""
     caller: Caller = request.state.caller
     return caller

@@ -19,7 +19,8 @@ from starlette.requests import Request
 
 from loraplex.bounds.json_size import MAX_LONG_NUMBERS, Excess, excess_of
 from loraplex.server.api_error import ApiError, clipped, validation_error
-from loraplex.server.off_loop import OffLoop, client_of
+from loraplex.server.auth import client_of
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.request_model import BodyLimits, RequestModel
 

@@ -15,8 +15,8 @@ from loraplex.adapters.registry import AdapterInfo, LoRARegistry, NameQuery
 from loraplex.metrics import MemoryReport, MemorySample, RunnerReport, TierReport
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.adapter_schemas import AdapterCard
+from loraplex.server.auth import client_of
 from loraplex.server.context import ServerContext
-from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 

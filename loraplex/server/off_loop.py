@@ -21,11 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import Request
-
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import KEYLESS, caller_of
-from loraplex.server.urls import source_of
 
 T = TypeVar("T")
 
@@ -48,7 +44,7 @@ class _Job:
 
 
 class OffLoop:
-    """Runs functions in threads. `client` is whose work it is: see `client_of`. Belongs to one event loop."""
+    """Runs functions in threads. `client` is whose work it is: see `auth.client_of`. Belongs to one event loop."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         num_threads = num_threads or min(MAX_THREADS, max(2, os.cpu_count() or 1))
@@ -163,16 +159,3 @@ class _Lane:
             else:
                 job.done.set_result(result.result())
         self._start_waiting()
-
-
-def client_of(request: Request) -> str:
-    """Whose turn a request takes: its tenant's or key's where the server has keys, else its address's."""
-    caller = caller_of(request)
-    if caller is not KEYLESS:
-        return caller.account
-    return address_of(request)
-
-
-def address_of(request: Request) -> str:
-    """As connections count it."""
-    return "" if request.client is None else source_of(request.client.host)

@@ -17,7 +17,7 @@ from loraplex.errors import LoraplexError
 from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, clean_error, requires
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import KEYLESS, caller_of
+from loraplex.server.auth import KEYLESS, caller_of, client_of
 from loraplex.server.body import Model
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
@@ -26,7 +26,6 @@ from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import CHARS_A_TOKEN, Deadline, Generation, GenerationItem, Prompt
 from loraplex.server.listing import PageQuery, encode_list
 from loraplex.server.model_names import Target
-from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode

@@ -19,10 +19,9 @@ from loraplex.adapters.registry import LoadStatus, LoRARef
 from loraplex.frontend.adapter_updates import UpdateWish
 from loraplex.server.adapter_schemas import LoadReply
 from loraplex.server.api_error import ApiError, clipped
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import caller_of, client_of
 from loraplex.server.body import RAW_TYPE, media_type_of
 from loraplex.server.context import ServerContext
-from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, Schema, operation
 from loraplex.server.responses import encode
 from loraplex.server.sources.receiver import UploadReceiver

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import client_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import TextSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Prompt
-from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import operation
 from loraplex.server.responses import AnswerRoom, Detokenized, Tokenized, encode, written_text
 from loraplex.server.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest

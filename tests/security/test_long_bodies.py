@@ -19,9 +19,9 @@ from loraplex.bounds.json_size import MAX_LONG_NUMBERS
 from loraplex.errors import PromptTooLongError
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import KEYLESS
+from loraplex.server.auth import KEYLESS, client_of
 from loraplex.server.body import check_num_values
-from loraplex.server.off_loop import SHORT_BYTES, OffLoop, client_of
+from loraplex.server.off_loop import SHORT_BYTES, OffLoop
 from loraplex.server.prompts import LONG_TEXT_CHARS, MAX_CHARS_OF_PROMPTS, PIECE_CHARS, PromptEncoder
 from loraplex.server.schemas import ChatCompletionRequest, ChatFields, CompletionRequest, SamplingFields
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer

@@ -24,7 +24,7 @@ from loraplex.errors import (
 )
 from loraplex.events import EventKind
 from loraplex.sampling_params import Claim
-from loraplex.server.off_loop import client_of as turns_of
+from loraplex.server.auth import client_of as turns_of
 from loraplex.server.pages import PAGE_PATHS
 from loraplex.tenants.records import Role
 from tests.security.routes import routes_of

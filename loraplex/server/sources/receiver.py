@@ -19,12 +19,11 @@ from loraplex.adapters.registry import LoRARegistry
 from loraplex.adapters.sources.uploads import Upload
 from loraplex.errors import AdapterTooLargeError
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import caller_of, client_of
 from loraplex.server.body import check_encoding
 from loraplex.server.connections import LET_GO
 from loraplex.server.context import ServerContext
 from loraplex.server.model_names import lora_is_off
-from loraplex.server.off_loop import client_of
 from loraplex.server.verb_turns import VerbTurns
 
 PIECE_BYTES = 2**20

@@ -30,9 +30,8 @@ from loraplex.errors import (
     TenantLimitError,
     error_from_payload,
 )
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import caller_of, client_of
 from loraplex.server.engine_surface import EngineSurface
-from loraplex.server.off_loop import client_of
 from loraplex.server.sources.room import NameRoom, bytes_of_idle
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.adapter_quota import AdapterQuota

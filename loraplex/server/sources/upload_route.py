@@ -21,10 +21,9 @@ from loraplex.frontend.adapter_updates import UpdateWish
 from loraplex.server.adapter_schemas import LoadReply
 from loraplex.server.api_error import ApiError, clipped, validation_error
 from loraplex.server.audit import name_adapters
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import caller_of, client_of
 from loraplex.server.context import ServerContext
 from loraplex.server.model_names import has_adapter
-from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import Schema
 from loraplex.server.responses import encode
 from loraplex.server.sources.form import MAX_BYTES, UploadForm

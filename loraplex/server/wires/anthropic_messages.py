@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from loraplex.core import CompletionOutput, FinishReason
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import in_words_of
+from loraplex.server.auth import client_of
 from loraplex.server.context import ServerContext
-from loraplex.server.off_loop import client_of
 from loraplex.server.openai_api import ChatAnswer, OpenAIRoutes
 from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.responses import encode

@@ -18,9 +18,8 @@ from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import MAX_STOP_STRINGS
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import in_words_of
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import caller_of, client_of
 from loraplex.server.context import GRAMMAR_BYTES, ServerContext
-from loraplex.server.off_loop import client_of
 from loraplex.server.openai_api import OpenAIRoutes
 from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_model import RequestModel

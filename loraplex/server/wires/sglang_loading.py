@@ -12,10 +12,9 @@ from loraplex.errors import LoraplexError
 from loraplex.server.access import Access, clean_error, requires
 from loraplex.server.api_error import ApiError, clipped, error_body, error_response
 from loraplex.server.audit import name_adapters
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import caller_of, client_of
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import PageQuery
-from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import encode
 from loraplex.server.wires.native_forms import LoraUpdateReply
