@@ -76,11 +76,13 @@ class Inference:
         needs = (
             read() if len(body) <= SHORT_BODY_BYTES else await self._off_loop.run(address_of(request), read, len(body))
         )
-        return Relayed(self._fleet, self._metrics, request, body, needs, self._settings.max_attempts)
+        return Relayed(self._fleet, self._keys, self._metrics, request, body, needs, self._settings.max_attempts)
 
     async def show_model(self, request: Request) -> Response:
         needs = Needs(request.path_params.get("model"), tenant=tenant_of(credential_of(request.headers)))
-        return Relayed(self._fleet, self._metrics, request, b"", needs, self._settings.max_attempts)
+        if needs.adapter is not None and (refusal := await self._keys.refusal(request)) is not None:
+            return refusal
+        return Relayed(self._fleet, self._keys, self._metrics, request, b"", needs, self._settings.max_attempts)
 
 
 class Own:

@@ -1,13 +1,19 @@
-"""Which keys a replica takes: a client whose key none has seen is asked for no body before one has.
+"""Which keys a replica takes, and what a client may be told of adapters that no open replica has.
+
+A client whose key none has seen is asked for no body before one has.
 
 Keys are the replicas' to check. A client without one would have its body read, held among those of others, and sent on
 only to be refused. A key that was taken is asked for again after FRESH_S.
+
+Where tenants are, a name is known to a client that sees all names, to its own tenant, and to those that were served by
+it: to others it is one that does not exist, also while the replica that has it is away.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,14 +24,25 @@ from loraplex.router.fleet import Fleet
 from loraplex.router.needs import tenant_of
 from loraplex.routing import Needs
 from loraplex.routing.known import Known
-from loraplex.server.auth import credential_of
+from loraplex.server.auth import TENANT_HEADER, credential_of
 
 MAX_KNOWN_KEYS = 65_536
+MAX_SERVED = 262_144
 MAX_REFUSAL_BYTES = 2**16
 FRESH_S = 60.0
 
+_TENANT_HEADER = TENANT_HEADER.lower().encode()
+
 PATH = b"/v1/models?limit=1"
 """Every key may see it; without one it is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """tenant: whose names the key sees, "": public ones; None: all names."""
+
+    at_s: float
+    tenant: str | None
 
 
 class Keys:
@@ -35,12 +52,14 @@ class Keys:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._clock = clock
-        self._taken: Known[str | None, float] = Known(MAX_KNOWN_KEYS)
+        self._taken: Known[str | None, _Taken] = Known(MAX_KNOWN_KEYS)
+        self._served: Known[tuple[str | None, str], None] = Known(MAX_SERVED)
 
     async def refusal(self, request: Request) -> Response | None:
         """A replica's answer to a client whose key it does not take. None for one that it takes, or where none says."""
         tenant, now_s = tenant_of(credential_of(request.headers)), self._clock()
-        if now_s - self._taken.get(tenant, -FRESH_S) < FRESH_S:
+        known = self._taken.get(tenant)
+        if known is not None and now_s - known.at_s < FRESH_S:
             return None
         replica = self._fleet.choose(Needs(tenant=tenant))
         if replica is None:
@@ -53,5 +72,20 @@ class Keys:
         if answer.status == 401:
             return response_of(answer.status, answer_headers(answer), body)
         if answer.status < 500 and answer.status != 429:
-            self._taken.put(tenant, now_s)
+            owners = [value.decode("latin-1") for name, value in answer.headers if name == _TENANT_HEADER]
+            self._taken.put(tenant, _Taken(now_s, owners[0] if owners else None))
         return None
+
+    def learn_served(self, needs: Needs) -> None:
+        """A replica has served the client with the adapter."""
+        if needs.adapter is not None:
+            self._served.put((needs.tenant, needs.adapter), None)
+
+    def may_know(self, needs: Needs) -> bool:
+        """Whether the client may hear that the adapter exists."""
+        key, adapter = self._taken.get(needs.tenant), needs.adapter
+        if adapter is None or (needs.tenant, adapter) in self._served:
+            return True
+        if key is None:
+            return False
+        return key.tenant is None or (key.tenant != "" and adapter.startswith(f"{key.tenant}/"))

@@ -3,13 +3,15 @@
 A request is sent again only where the replica cannot have begun it: no connection came about, or the answer is a
 refusal of RETRIED. One whose replica is lost in the middle is answered with 502 and not sent again: it may be what
 ended the replica. 404 for an adapter that a new process is yet to load becomes 503; of a process that has it, it is
-passed on, since the client may not see it. A stream passes through piece by piece; the next piece is read when the
+passed on, since the client may not see it. A client that may not know of an adapter (keys.py) is answered by any
+replica, as for a name that does not exist. A stream passes through piece by piece; the next piece is read when the
 client has taken the last.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +23,7 @@ from loraplex.logs import request_context
 from loraplex.router.connection import UNREADABLE, Answer, LostError, NotSentError
 from loraplex.router.exchange import answer_headers, sent_headers, target_of
 from loraplex.router.fleet import Fleet
+from loraplex.router.keys import Keys
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.replica import Replica
 from loraplex.routing import Needs
@@ -58,10 +61,18 @@ class Relayed(Response):
     """The answer of a replica to a request, which `body` is the whole body of."""
 
     def __init__(
-        self, fleet: Fleet, metrics: RouterMetrics, request: Request, body: bytes, needs: Needs, max_attempts: int
+        self,
+        fleet: Fleet,
+        keys: Keys,
+        metrics: RouterMetrics,
+        request: Request,
+        body: bytes,
+        needs: Needs,
+        max_attempts: int,
     ) -> None:
         super().__init__()
         self._fleet = fleet
+        self._keys = keys
         self._metrics = metrics
         self._request = request
         self._body = body
@@ -86,6 +97,8 @@ class Relayed(Response):
         adapter, is_denied = self._needs.adapter, False
         while len(tried) < self._max_attempts:
             replica = self._fleet.choose(self._needs, tried)
+            if replica is None and not isinstance(last, tuple) and not self._keys.may_know(self._needs):
+                replica = self._fleet.choose(replace(self._needs, adapter=None), tried)
             if replica is None:
                 break
             if tried:
@@ -115,11 +128,13 @@ class Relayed(Response):
                         continue
                     if answer.status < 300 and self._request.scope["path"] in GENERATION_PATHS:
                         replica.known.learn_served(self._needs)
+                        self._keys.learn_served(self._needs)
                     await self._pass_on(answer, replica, send)
                 finally:
                     answer.close()
             return
         is_promised = not is_denied and self._fleet.num_open > 0 and self._fleet.is_promised(adapter)
+        is_promised = is_promised and self._keys.may_know(self._needs)
         if isinstance(last, tuple) and not (last[0].status == 404 and is_promised):
             await self._send_whole(*last, send)
             return

@@ -28,6 +28,9 @@ from loraplex.tenants.records import Key, Role, Scope, TenantTable, key_digest
 
 METRICS_PATH = "/metrics"
 KEY_HEADER = "x-api-key"
+TENANT_HEADER = "X-Loraplex-Tenant"
+"""Of GET /v1/models, for a key that sees a tenant's names alone: the tenant; none: public names."""
+
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/version", METRICS_PATH})
 """What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away); all else needs one."""
 

@@ -17,7 +17,7 @@ from loraplex.errors import LoraplexError
 from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, clean_error, requires
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import KEYLESS, caller_of, client_of
+from loraplex.server.auth import KEYLESS, TENANT_HEADER, caller_of, client_of
 from loraplex.server.body import Model
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
@@ -222,7 +222,9 @@ class OpenAIRoutes:
         """The base model under each of its names, then every adapter; or those that are asked for."""
         caller = caller_of(request)
         cards = self._context.names.cards(query.names, has_paths=caller.is_admin, scope=caller.scope)
-        return _json(await self._context.views.run(client_of(request), lambda: encode_list(cards, query), 0))
+        page = await self._context.views.run(client_of(request), lambda: encode_list(cards, query), 0)
+        tenant = caller.scope.tenant
+        return _json(page, None if tenant is None else {TENANT_HEADER: tenant})
 
     @requires(Access.READ)
     async def show_model(self, model: str, request: Request) -> Response:
@@ -416,5 +418,5 @@ async def _chunks(
             break
 
 
-def _json(data: bytes) -> Response:
-    return Response(data, media_type="application/json")
+def _json(data: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(data, headers=headers, media_type="application/json")

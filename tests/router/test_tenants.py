@@ -13,22 +13,28 @@ import sqlalchemy as sa
 from loraplex.adapters.journal.tables import JournalTables
 from loraplex.tenants.records import Role
 from loraplex.tenants.store import open_store
+from loraplex.testing import FakeAsyncEngine
 from tests.router.parts import ADAPTERS, FakeReplica, Router, completion, router
 
 ADMIN = "a" * 32
 HIDDEN, NOWHERE = "sql", "nil"
 """Names of the operator's; `sql` is one of ADAPTERS. Equally long, since answers repeat them."""
 
+OWN = "acme/own"
+
 
 @dataclass
 class Front:
+    """`other` has no adapters, and the same tenants."""
+
     replica: FakeReplica
+    other: FakeReplica
     router: Router
     tenant: dict[str, str]
 
-    async def seen(self, name: str) -> list[tuple[int, str]]:
+    async def seen(self, name: str, headers: dict[str, str] | None = None) -> list[tuple[int, str]]:
         """What a tenant is answered about a name, which stands as NAME."""
-        client, headers = self.router.client, self.tenant
+        client, headers = self.router.client, self.tenant if headers is None else headers
         answers = [
             await client.post("/v1/completions", json=completion(name), headers=headers),
             await client.post("/tokenize", json={"model": name, "prompt": "hi"}, headers=headers),
@@ -40,27 +46,37 @@ class Front:
 
 @pytest.fixture
 async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    async with _front(tmp_path) as made:
+    async with _front(tmp_path, has_other=False) as made:
+        yield made
+
+
+@pytest.fixture
+async def fronts(tmp_path: Path) -> AsyncIterator[Front]:
+    async with _front(tmp_path, has_other=True) as made:
         yield made
 
 
 @asynccontextmanager
-async def _front(folder: Path) -> AsyncIterator[Front]:
+async def _front(folder: Path, has_other: bool) -> AsyncIterator[Front]:
     file = folder / "journal.sqlite"
     JournalTables(file, "base").close()
     with closing(open_store(folder, None)) as store:
         store.create_tenant("acme")
         _, secret = store.create_key(Role.TENANT, "acme")
-    replica = FakeReplica(admin_api_keys=(ADMIN,))
-    replica.engine.state = sa.create_engine(sa.URL.create("sqlite", database=str(file)))
-    await replica.start()
+    adapters = {**ADAPTERS, OWN: "/adapters/own"}
+    replicas = [FakeReplica(admin_api_keys=(ADMIN,)) for _ in range(1 + has_other)]
+    for replica, held in zip(replicas, (adapters, {}), strict=False):
+        replica.engine = FakeAsyncEngine(held)
+        replica.engine.state = sa.create_engine(sa.URL.create("sqlite", database=str(file)))
+        await replica.start()
     try:
-        async with router([replica.name], key=ADMIN) as routed:
-            held = routed.replica(replica.name).names
-            await routed.until(lambda: held.held is not None and held.held.keys() == ADAPTERS.keys())
-            yield Front(replica, routed, {"Authorization": f"Bearer {secret}"})
+        async with router([each.name for each in replicas], key=ADMIN) as routed:
+            names = routed.replica(replicas[0].name).names
+            await routed.until(lambda: names.held is not None and names.held.keys() == adapters.keys())
+            yield Front(replicas[0], replicas[-1], routed, {"Authorization": f"Bearer {secret}"})
     finally:
-        await replica.stop()
+        for each in replicas:
+            await each.stop()
 
 
 async def test_a_hidden_name_is_answered_as_one_that_does_not_exist(front: Front) -> None:
@@ -87,3 +103,35 @@ async def test_so_it_is_while_the_replica_is_away(front: Front) -> None:
     assert {status for status, _ in hidden} == {503}
     front.replica.engine.state = None
     await front.replica.start()
+
+
+async def test_so_it_is_while_the_replica_is_away_and_another_one_answers(fronts: Front) -> None:
+    """Without a key, too. It was 503 for what the replica had, and 404 or 401 for what none has."""
+    await fronts.replica.kill()
+    await fronts.router.until(lambda: fronts.router.fleet.num_open == 1)
+    for headers, status in ((None, 404), ({}, 401)):
+        hidden = await fronts.seen(HIDDEN, headers)
+        assert hidden == await fronts.seen(NOWHERE, headers)
+        assert {found for found, _ in hidden} == {status}
+    fronts.replica.engine.state = None
+    await fronts.replica.start()
+
+
+async def test_so_it_is_before_the_router_knows_that_the_replica_is_away(fronts: Front) -> None:
+    await fronts.seen(NOWHERE)
+    await fronts.replica.kill()
+    hidden = await fronts.seen(HIDDEN)
+    assert hidden == await fronts.seen(NOWHERE)
+    assert {found for found, _ in hidden} == {404}
+    fronts.replica.engine.state = None
+    await fronts.replica.start()
+
+
+async def test_its_own_name_and_the_operators_are_promised_while_the_replica_is_away(fronts: Front) -> None:
+    admin = {"Authorization": f"Bearer {ADMIN}"}
+    await fronts.replica.kill()
+    await fronts.router.until(lambda: fronts.router.fleet.num_open == 1)
+    for name, headers in ((OWN, None), (OWN, admin), (HIDDEN, admin)):
+        assert {status for status, _ in await fronts.seen(name, headers)} == {503}
+    fronts.replica.engine.state = None
+    await fronts.replica.start()
