@@ -386,6 +386,10 @@ class EngineMemory:
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
         return 0 if self._adapters is None else self._adapters.housekeeping.reclaim_idle(tier, idle_s, share)
 
+    def reclaim_beyond_quotas(self) -> None:
+        if self._adapters is not None:
+            self._adapters.reclaim_beyond_quotas()
+
     def compact(self) -> int:
         return (
             0 if self._adapters is None else self._adapters.compact(COMPACT_BYTES, self._clock() + COMPACT_S).num_moved

@@ -122,6 +122,7 @@ class LoRAModelManager:
         # what a part does whole is that part's own
         self.prepare_step = residency.prepare
         self.victims_for, self.victims_for_mix = residency.victims_for, residency.victims_for_mix
+        self.set_quotas, self.reclaim_beyond_quotas = residency.limit_tenants, residency.reclaim_beyond_quotas
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
         self.wait_for_change, self.check_integrity = residency.wait_for_change, residency.check_integrity
         self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log)
