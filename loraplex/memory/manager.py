@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from loraplex.adapter_store import AdapterContent, AddOutcome
+from loraplex.adapter_store import AdapterContent, AddOutcome, MemoryQuota
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, LoraTarget, MixPart, Tier, WaitsFor
@@ -122,7 +122,6 @@ class LoRAModelManager:
         # what a part does whole is that part's own
         self.prepare_step = residency.prepare
         self.victims_for, self.victims_for_mix = residency.victims_for, residency.victims_for_mix
-        self.set_quotas, self.reclaim_beyond_quotas = residency.limit_tenants, residency.reclaim_beyond_quotas
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
         self.wait_for_change, self.check_integrity = residency.wait_for_change, residency.check_integrity
         self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log)
@@ -335,6 +334,14 @@ class LoRAModelManager:
             self._log.counters.evictions["verb"] += 1
             self._residency.leave_locked(weights, Tier.HOST)
             return True
+
+    def set_quotas(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        """As core.AdapterStore says. What is idle beyond them leaves now."""
+        self._residency.limit_tenants(quotas)
+
+    def reclaim_beyond_quotas(self) -> None:
+        """What has become idle of tenants that are beyond their limits leaves."""
+        self._residency.reclaim_beyond_quotas()
 
     def check_pins(self, tenant: str, adapter_id: int | None) -> None:
         """As core.AdapterStore says; of an adapter that is unknown, as without one. It is the tenant's own verbs that

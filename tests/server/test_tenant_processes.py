@@ -114,7 +114,7 @@ def test_a_limit_in_memory_reaches_the_engine_while_it_runs(start: Callable[[], 
 
         said = {name: say(name) for name in ("upper", "reverse")}
         assert len(cards()) == 2
-        store.change_tenant("acme", limits=Limits(device_bytes=max(card["nbytes"] for card in cards())))
+        store.change_tenant("acme", limits=Limits(device_bytes=max(card["bytes"] for card in cards())))
         until(lambda: len(cards()) == 1)
         for name in ("upper", "reverse") * 3:
             assert say(name) == said[name]

@@ -1,6 +1,6 @@
 """Limits of a tenant's bytes in a tier (`host_bytes`, `device_bytes`), and what of its own is in the way of one.
 
-    use          of a tenant in a tier: the bytes of its contents there (TenantUse), whoever brought them
+    use          of a tenant in a tier: the bytes of its contents there (TenantUse), for which tenant they ever came
     beyond       its use, with the content that comes for it, is more than its limit
     of others    a content that another tenant has, too, which is within its own limit, or runs it, or has it pinned.
                  It never leaves for this tenant's limit. It is in the way while this tenant runs or pins it itself

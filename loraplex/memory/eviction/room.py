@@ -182,7 +182,7 @@ class Room:
             own = self._own_in_the_way(cache, adapter, in_use, victims)
             if own is None:
                 return []
-            victims = dict.fromkeys(own, adapter.spec.tenant) | victims
+            victims = {**dict.fromkeys(own, adapter.spec.tenant), **victims}
             more = self._in_the_way(cache, wanted, in_use, list(victims))
             if more is None:
                 return []
@@ -363,8 +363,8 @@ class Room:
 
     def check_can_come(self, cache: Budget, wanted: StoredWeights, demand: Demand) -> None:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
-        nbytes, name = self._needed(cache, wanted), next(iter(wanted.adapters.values())).name
-        if self._is_beyond_quota(cache, wanted, demand, name if demand.adapter is None else demand.adapter.name, nbytes):
+        nbytes, name = self._needed(cache, wanted), (demand.adapter or next(iter(wanted.adapters.values()))).name
+        if self._is_beyond_quota(cache, wanted, demand, name, nbytes):
             return
         if self._retired.nbytes or self.promised(cache) not in (None, wanted):
             return

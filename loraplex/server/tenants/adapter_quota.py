@@ -1,5 +1,5 @@
-"""How many adapters, bytes and pins a tenant may have: checked around the verbs that add some. Limits in memory are told
-to the engine, which heeds them.
+"""How many adapters, bytes and pins a tenant may have: checked around the verbs that add some. The engine heeds the
+limits in memory, and is told them.
 
 The verbs of a tenant with such limits run one after another, so that two of them never take the last place together.
 Each server counts what its registry has; bytes are those of the weights' files, and of what was uploaded of all files,
