@@ -53,8 +53,8 @@ class TenantUse:
         return weights.digest in self._counted
 
     def tenants_of(self, weights: StoredWeights) -> frozenset[str]:
-        """Of what is in the tier."""
-        return self._counted[weights.digest][0]
+        """Of what is in the tier; none of what was removed and leaves when its job ends."""
+        return self._counted.get(weights.digest, (frozenset[str](), 0))[0]
 
     def nbytes_of(self, weights: StoredWeights) -> int:
         """Of what is in the tier, without what it shares."""
