@@ -17,7 +17,7 @@ from loraplex.demo.tasks import adapter_path
 from loraplex.errors import AdapterBeyondQuotaError
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.runners.settings import RunnerSettings
-from tests.frontend.processes import Client, demo_config, until, within
+from tests.frontend.processes import Client, demo_config, first, rest, stretched_base, until, within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,10 +26,16 @@ SAID = {"acme/upper": "BANANA BREAD", "acme/reverse": "daerb ananab"}
 ACME = ("acme/upper", "acme/reverse")
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stretched_base(tmp_path_factory.mktemp("model") / "base")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["one runner", "two runners"])
-async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+async def client(request: pytest.FixtureRequest, base: str) -> AsyncIterator[Client]:
     runners = RunnerSettings(data_parallel_size=request.param, placement="spread") if request.param > 1 else None
-    engine = await within(AsyncEngine.start(demo_config(device="cpu"), served_model_name="base", runners=runners))
+    starting = AsyncEngine.start(demo_config(model=base, device="cpu"), served_model_name="base", runners=runners)
+    engine = await within(starting)
     for name in (*ACME, "beta/sort"):
         await within(engine.load_adapter(name, str(adapter_path(name.partition("/")[2]))))
     yield Client(engine)
@@ -82,6 +88,20 @@ async def test_a_tenant_with_room_for_one_alternates_between_two(client: Client)
     await set_limit(client)
     await preload_both(client)
     assert await num_on_device(client) == 3
+
+
+async def test_a_long_request_gives_way_to_another_one_of_its_tenant_alone(client: Client) -> None:
+    """It waits as for room: it is paused, and goes on after the other one."""
+    await set_limit(client, device_bytes=await size_of_one(client))
+    streams = [client.long(name) for name in (ACME[0], ACME[0], "beta/sort", "beta/sort")]
+    await asyncio.gather(*map(first, streams))
+    assert await asyncio.gather(*(client.ask(PROMPT, ACME[1]) for _ in range(2))) == [SAID[ACME[1]]] * 2
+    now = await asyncio.gather(*map(first, streams))
+    assert not any(output.finished for output in now), "all were far from their ends"
+    ends = await asyncio.gather(*map(rest, streams))
+    texts = [each[-1].outputs[0].text for each in ends]
+    assert (texts[0], texts[2]) == (texts[1], texts[3])
+    await set_limit(client)
 
 
 async def test_a_limit_that_becomes_smaller_lets_go_and_refuses(client: Client) -> None:

@@ -297,7 +297,8 @@ class Limited(MemoryMachine):
     """Adapters of three tenants that share contents, whose limits in memory come, change and go."""
 
     def spec(self, adapter_id: int) -> AdapterSpec:
-        return replace(super().spec(adapter_id), adapter_name=f"{('acme', 'beta', 'gamma')[adapter_id % 3]}/{adapter_id}")
+        tenant = ("acme", "beta", "gamma")[adapter_id % 3]
+        return replace(super().spec(adapter_id), adapter_name=f"{tenant}/{adapter_id}")
 
     @rule(limits=st.dictionaries(st.sampled_from(["acme", "beta"]), st.tuples(BYTES, BYTES)))
     def limit(self, limits: dict[str, tuple[int | None, int | None]]) -> None:
