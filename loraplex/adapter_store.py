@@ -5,7 +5,7 @@ The engine's wire is made of `AdapterStore` (frontend/messages.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,18 @@ class AddOutcome:
         return self.is_new
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryQuota:
+    """Most bytes of a tenant's adapters at a time in the memory of each engine process; None: no limit.
+
+    host_bytes: in the host's memory; where the device reads that memory (a CPU), what kernels reach is part of it.
+    device_bytes: on the device; on a CPU, what kernels reach.
+    """
+
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+
+
 class AdapterStore(Protocol):
     """An engine as the registry sees it. Calls may block and are made under no lock; each raises AdapterError.
 
@@ -57,7 +69,8 @@ class AdapterStore(Protocol):
     them again. attach_adapters: as `add_adapter` of each, but
     nothing is read: the first request or verb that needs the weights loads them. check_pins: raises AdapterNoRoomError
     where what is pinned of a tenant, with this adapter (None: one that is not there yet), is beyond its share of the
-    device. list_adapters: those of `adapter_ids` that it has; None: all.
+    device, or its `device_bytes`. set_quotas: of all tenants that have one; those that are left out have none any more.
+    list_adapters: those of `adapter_ids` that it has; None: all.
     """
 
     def open_adapter(
@@ -68,6 +81,7 @@ class AdapterStore(Protocol):
     def drop_adapter(self, adapter_id: int) -> None: ...
     def promote_adapter(self, adapter_id: int) -> AddOutcome: ...
     def evict_adapter(self, adapter_id: int) -> bool: ...
+    def set_quotas(self, quotas: Mapping[str, MemoryQuota]) -> None: ...
     def check_pins(self, tenant: str, adapter_id: int | None) -> None: ...
     def pin_adapter(self, adapter_id: int) -> bool: ...
     def unpin_adapter(self, adapter_id: int) -> bool: ...

@@ -29,7 +29,9 @@
     |   |   `-- AdapterValidationError       400  all reasons at once, in `reasons`
     |   |-- AdapterMemoryError           400  a byte budget refuses it, with the numbers
     |   |   |-- AdapterTooLargeError     400
+    |   |   |   `-- AdapterBeyondQuotaError  400  by a tenant's `host_bytes` or `device_bytes`; has `tenant`
     |   |   |-- AdapterNoRoomError       503  everything on the device is pinned or in use
+    |   |   |   `-- AdapterQuotaError        503  so is all that the same limits leave to a tenant; has `tenant`
     |   |   `-- AdapterDiskFullError     507  the server's disk, or its folder of uploads, has no room for the files
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
     |   |-- AdapterBusyError             429  checking it takes much work, and others are being checked: come again
@@ -262,6 +264,28 @@ class AdapterNoRoomError(AdapterMemoryError):
     kind = "overloaded_error"
 
 
+class AdapterBeyondQuotaError(AdapterTooLargeError):
+    """`tenant`: whose limit it is, for its own keys alone to read."""
+
+    def __init__(self, message: str, tenant: str = "") -> None:
+        super().__init__(message)
+        self.tenant = tenant
+
+    def to_payload(self) -> dict[str, Any]:
+        return {**super().to_payload(), "tenant": self.tenant}
+
+
+class AdapterQuotaError(AdapterNoRoomError):
+    """`tenant`: whose limit it is, for its own keys alone to read."""
+
+    def __init__(self, message: str, tenant: str = "") -> None:
+        super().__init__(message)
+        self.tenant = tenant
+
+    def to_payload(self) -> dict[str, Any]:
+        return {**super().to_payload(), "tenant": self.tenant}
+
+
 class AdapterDiskFullError(AdapterMemoryError):
     http_status = 507
     kind = "overloaded_error"
@@ -419,4 +443,6 @@ def _bare_error(payload: Mapping[str, Any]) -> LoraplexError:
         return cls(payload["message"], tuple(payload.get("reasons", ())))
     if issubclass(cls, AdapterFaultError):
         return cls(payload["message"], float(payload.get("retry_after_s", 1.0)))
+    if issubclass(cls, AdapterBeyondQuotaError | AdapterQuotaError):
+        return cls(payload["message"], str(payload.get("tenant", "")))
     return cls(payload["message"])

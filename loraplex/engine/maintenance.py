@@ -21,14 +21,14 @@ from typing import Protocol
 import torch
 
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import Request, TokenOutput
+from loraplex.core import Request, TokenOutput, WaitsFor
 from loraplex.engine.diagnosis import Answer, Diagnosis
 from loraplex.engine.schedule_plan import SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import (
     AdapterError,
     AdapterFaultError,
-    AdapterNoRoomError,
+    AdapterMemoryError,
     AdapterNotFoundError,
     BaseModelFaultError,
     LoraplexError,
@@ -47,6 +47,9 @@ FORECAST_INTERVAL_S = 1.0
 BASE_CHECK_INTERVAL_S = 1.0
 RECORD_IDLE_S = 0.5
 """Without requests, before an adapter is asked what it answers: that takes a step, and the next client waits for it."""
+
+MAX_WAIT_FOR_ROOM_S = 5.0
+"""Of a diagnosis: then that of another adapter may begin. What runs of one tenant may keep room from it for good."""
 
 MAX_SCRUB_DELAY_S = 5.0
 """After a longer pause no more is checked at once than in this time."""
@@ -106,6 +109,7 @@ class Caretaker:
         self._clock = clock
         self._last_scrub_s = self._last_forecast_s = self._last_busy_s = clock()
         self._in_diagnosis: int | None = None
+        self._diagnosis_began_s = -math.inf
         self._is_base_suspect = False
         self._last_base_check_s = -math.inf
         self.monitor = monitor
@@ -225,17 +229,22 @@ class Caretaker:
             self._in_diagnosis = adapters.health.next_diagnosis()
             if self._in_diagnosis is None:
                 return
+            self._diagnosis_began_s = self._clock()
             self._check_base()
         adapter_id = self._in_diagnosis
         try:
             acquired = adapters.try_acquire(adapter_id)
-        except (AdapterNoRoomError, AdapterNotFoundError):  # no fault of its own
+        except (AdapterMemoryError, AdapterNotFoundError):  # no fault of its own
             self._in_diagnosis = None
             adapters.health.postpone(adapter_id)
             return
         except AdapterError as error:
             self._in_diagnosis = None
             adapters.health.still_ill(adapter_id, str(error))
+            return
+        if acquired.waits_for is WaitsFor.ROOM and self._clock() - self._diagnosis_began_s > MAX_WAIT_FOR_ROOM_S:
+            self._in_diagnosis = None
+            adapters.health.postpone(adapter_id)
             return
         if acquired.lora_slot is None:
             return  # it is being read; the next step asks again
@@ -385,6 +394,10 @@ class EngineMemory:
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
         return 0 if self._adapters is None else self._adapters.housekeeping.reclaim_idle(tier, idle_s, share)
+
+    def reclaim_beyond_quotas(self) -> None:
+        if self._adapters is not None:
+            self._adapters.reclaim_beyond_quotas()
 
     def compact(self) -> int:
         return (

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from loraplex.adapter_store import AdapterStore
+from loraplex.adapter_store import AdapterStore, MemoryQuota
 from loraplex.adapters.registry import (
     DatabaseHealth,
     HeldAdapters,
@@ -476,6 +476,10 @@ class AsyncEngine(AdapterVerbs):
         self.events.add(event)
         if self._profile is not None:
             self._profile.see(event)
+
+    def limit_tenants(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        """As EngineSurface says."""
+        self._runners.limit_tenants(quotas)
 
     @property
     def max_waiting_requests(self) -> int:

@@ -47,7 +47,7 @@ NUM_QUICK_VERB_THREADS = 2
 QUICK_VERBS = frozenset({"drop_adapter", "evict_adapter", "unpin_adapter"})
 """They wait for no load, and not behind verbs that do."""
 
-IN_THE_LOOP = frozenset({"attach_adapters", "abort_adapter", "check_pins", "list_adapters"})
+IN_THE_LOOP = frozenset({"attach_adapters", "abort_adapter", "check_pins", "list_adapters", "set_quotas"})
 """They wait for nothing, or end requests, which only the loop may."""
 
 MAX_MESSAGES_A_STEP = 256

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from loraplex.adapter_store import AdapterContent, AddOutcome
+from loraplex.adapter_store import AdapterContent, AddOutcome, MemoryQuota
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, LoraTarget, MixPart, Tier, WaitsFor
@@ -334,6 +334,14 @@ class LoRAModelManager:
             self._log.counters.evictions["verb"] += 1
             self._residency.leave_locked(weights, Tier.HOST)
             return True
+
+    def set_quotas(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        """As core.AdapterStore says. What is idle beyond them leaves now."""
+        self._residency.limit_tenants(quotas)
+
+    def reclaim_beyond_quotas(self) -> None:
+        """What has become idle of tenants that are beyond their limits leaves."""
+        self._residency.reclaim_beyond_quotas()
 
     def check_pins(self, tenant: str, adapter_id: int | None) -> None:
         """As core.AdapterStore says; of an adapter that is unknown, as without one. It is the tenant's own verbs that

@@ -36,7 +36,7 @@ from loraplex.server.sources.resolver import AdapterResolver
 from loraplex.server.sources.room import NameRoom
 from loraplex.server.telemetry.series import RequestSeries
 from loraplex.server.telemetry.tracing import Tracing
-from loraplex.server.tenants.adapter_quota import AdapterQuota
+from loraplex.server.tenants.adapter_quota import AdapterQuota, MemoryQuotas
 from loraplex.server.tenants.metering import Accounts
 from loraplex.structured.params import StructuredOutputsParams, as_field
 from loraplex.tenants.directory import TenantDirectory
@@ -153,6 +153,8 @@ class ServerContext:
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         in_flight = InFlight(engine, config.max_waiting_tokens)
         tenants = _tenants_of(engine)
+        if tenants is not None and engine.registry is not None:
+            tenants.follow(MemoryQuotas(engine).tell)
         keys, sources = KeyRing.of(config, tenants), config.sources
         room = NameRoom(engine, lambda: keys.table, config.max_sourced_adapters)
         quota = AdapterQuota(engine, room)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.adapters.registry import DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry
 from loraplex.adapters.sources.by_need import LoadsByNeed
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
@@ -243,6 +244,11 @@ class EngineSurface(Protocol):
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None: ...
 
     async def generate_lora_performance_report(self) -> LoraPerformanceReport: ...
+
+    def limit_tenants(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        """From now on tenants have these limits in the memory of each engine process, and no others; also in processes
+        that start later. Any thread may; it waits for nothing. RuntimeError after the end of the event loop."""
+        ...
 
     def open_state(self) -> sa.Engine | None:
         """A further way into the database of the journal, for what is kept beside names; None: there is no journal."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from loraplex.errors import JournalError, LoraplexError
@@ -38,6 +39,7 @@ class TenantDirectory:
         self._poll_s = poll_s
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
+        self._followers: list[Callable[[TenantTable], None]] = []
         self._watcher = threading.Thread(target=self._watch, name="loraplex-tenants", daemon=True)
         self._watcher.start()
 
@@ -52,7 +54,15 @@ class TenantDirectory:
                 if not revision:
                     raise JournalError("the database has lost the number of the last change of its tenants")
                 self.table = self.store.read()
+                for tell in self._followers:
+                    tell(self.table)
             return self.table
+
+    def follow(self, tell: Callable[[TenantTable], None]) -> None:
+        """Give it the table, now and after each change, in any thread. It must not wait."""
+        with self._lock:
+            self._followers.append(tell)
+            tell(self.table)
 
     def close(self) -> None:
         """A database that does not answer is not waited for."""

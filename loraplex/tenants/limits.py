@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.config import setting
 from loraplex.errors import InvalidRequestError, TenantLimitError
 
@@ -25,6 +26,12 @@ class Limits:
 
     adapters: int | None = setting(None, "most adapters that the tenant's keys may have loaded")
     adapter_bytes: int | None = setting(None, "most bytes of the tenant's adapters, kept versions included")
+    host_bytes: int | None = setting(
+        None, "most bytes of the tenant's adapters in the host's memory at a time, in each engine process"
+    )
+    device_bytes: int | None = setting(
+        None, "most bytes of the tenant's adapters on the device at a time, in each engine process"
+    )
     pins: int | None = setting(None, "most of the tenant's adapters that may be pinned")
     requests_per_s: float | None = setting(None, "most requests a second")
     tokens_per_minute: int | None = setting(None, "most tokens a minute of prompts and completions")
@@ -55,6 +62,11 @@ class Limits:
     def given(self) -> dict[str, float]:
         """Those that are set."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def memory(self) -> MemoryQuota:
+        """What engine processes heed."""
+        return MemoryQuota(self.host_bytes, self.device_bytes)
 
 
 @dataclass(slots=True)

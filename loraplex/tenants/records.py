@@ -19,9 +19,11 @@ from typing import Any
 from loraplex.adapters.registry.adapter_name import split_address
 from loraplex.adapters.registry.views import NameQuery
 from loraplex.errors import (
+    AdapterBeyondQuotaError,
     AdapterDiskFullError,
     AdapterMemoryError,
     AdapterNoRoomError,
+    AdapterQuotaError,
     EngineOverloadedError,
     InvalidRequestError,
     JournalError,
@@ -222,7 +224,8 @@ class Scope:
             return "the database of this server cannot be used now; try again later"
         if isinstance(error, AdapterDiskFullError):
             return "the server has no room for these files now: unload an adapter that you uploaded, or try again later"
-        if type(error) in (AdapterMemoryError, AdapterNoRoomError):
+        is_of_others = isinstance(error, AdapterBeyondQuotaError | AdapterQuotaError) and error.tenant != self.tenant
+        if is_of_others or type(error) in (AdapterMemoryError, AdapterNoRoomError):
             return "there is no room for this adapter now: unpin or unload one of yours, or try again later"
 
         def shown_name(match: re.Match[str]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from loraplex.adapter_store import AdapterContent, AddOutcome
+from loraplex.adapter_store import AdapterContent, AddOutcome, MemoryQuota
 from loraplex.core import AdapterResidency, AdapterSpec, Tier
 from loraplex.errors import AdapterNotFoundError
 
@@ -23,6 +23,7 @@ class FakeAdapterStore:
         self._lock = threading.Lock()
         self._adapters: dict[int, tuple[AdapterSpec, AdapterResidency]] = {}
         self.aborted_adapters: list[int] = []
+        self.quotas: dict[str, MemoryQuota] = {}
 
     def open_adapter(
         self, path: str, adapter_name: str, tenant: str = "", roots: tuple[str, ...] = ()
@@ -57,6 +58,10 @@ class FakeAdapterStore:
             was_resident = self._find(adapter_id).tier is Tier.DEVICE
             self._update(adapter_id, tier=Tier.HOST, is_pinned=False)
             return was_resident
+
+    def set_quotas(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        """Kept to be seen, and not heeded."""
+        self.quotas = dict(quotas)
 
     def check_pins(self, tenant: str, adapter_id: int | None) -> None:
         """It has room for all."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.adapters.files import SAFETENSORS_NAME
 from loraplex.adapters.registry import AdapterText, DatabaseHealth, HeldAdapters, LoRARef, LoRARegistry, OpenedAdapter
 from loraplex.adapters.remote.fetched import FetchedFiles, MakeRoom
@@ -451,6 +452,9 @@ class FakeAsyncEngine(AdapterVerbs):
         adapters = await self.list_adapters()
         self._profile = None
         return profile.report(stats, StepProfile(), Kernels("fake", self.model_info.backend), footprints_of(adapters))
+
+    def limit_tenants(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        self.store.set_quotas(quotas)
 
     def open_state(self) -> sa.Engine | None:
         """A test may put one there."""

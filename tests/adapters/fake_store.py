@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from loraplex.adapter_store import AdapterContent, AddOutcome
+from loraplex.adapter_store import AdapterContent, AddOutcome, MemoryQuota
 from loraplex.adapters.registry import (
     AdapterText,
     Journal,
@@ -114,6 +114,9 @@ class FakeStore:
         assert not where.is_pinned, "a pinned adapter is evicted"
         lower = Tier.HOST if where.tier is Tier.DEVICE else Tier.SOURCE
         return self._change("evict", adapter_id, tier=lower, lora_slot=None)
+
+    def set_quotas(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        self.faults.meet("set_quotas")
 
     def check_pins(self, tenant: str, adapter_id: int | None) -> None:
         self.faults.meet("check_pins")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.core import AcquireResult
+from loraplex.core import AcquireResult, WaitsFor
 from loraplex.engine.maintenance import RECORD_IDLE_S
 from loraplex.errors import AdapterFaultError, BaseModelFaultError, EngineError
 from loraplex.events import EventKind
@@ -76,6 +76,30 @@ def test_nan_suspends_one_adapter_whose_weights_are_read_anew(driver: Driver, be
     again = Asked(driver, bench, "one")
     driver.finish()
     again.check()
+
+
+def test_a_diagnosis_that_finds_no_room_keeps_no_other_adapter_waiting(
+    driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant at its limit in memory whose requests never end had the diagnoses of all others wait."""
+    monkeypatch.setattr("loraplex.engine.maintenance.MAX_WAIT_FOR_ROOM_S", 0.0)
+    adapters, adapter_id = driver.engine.adapters, driver.registry.resolve("one").adapter_id
+    acquire, is_full = adapters.try_acquire, [True]
+
+    def acquire_unless_full(wanted: int) -> AcquireResult:
+        return AcquireResult(None, WaitsFor.ROOM) if is_full and wanted == adapter_id else acquire(wanted)
+
+    for name in ("one", "two"):
+        Asked(driver, bench, name)
+    driver.step(3)
+    for name in ("one", "two"):
+        poison(driver, name)
+    driver.finish()
+    monkeypatch.setattr(adapters, "try_acquire", acquire_unless_full)
+    settle(driver, lambda: is_well(driver, "two"))
+    assert not is_well(driver, "one")
+    is_full.clear()
+    settle(driver, lambda: is_well(driver, "one"))
 
 
 def test_an_adapter_that_is_removed_in_the_middle_of_its_diagnosis_takes_nobody_along(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex import errors
-from loraplex.adapter_store import AdapterContent, AddOutcome, LongContext
+from loraplex.adapter_store import AdapterContent, AddOutcome, LongContext, MemoryQuota
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import (
     AdapterResidency,
@@ -88,6 +88,7 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.CallStore(6, "unpin_adapter", (7,)),
     msg.CallStore(6, "check_pins", ("acme", 7)),
     msg.CallStore(6, "check_pins", ("acme", None)),
+    msg.CallStore(6, "set_quotas", ({"acme": MemoryQuota(2**40, 9), "beta": MemoryQuota(device_bytes=0)},)),
     msg.CallStore(7, "abort_adapter", (7,)),
     msg.CallStore(8, "list_adapters", ([1, 2],)),
     msg.CallStore(8, "list_adapters", (None,)),
@@ -116,6 +117,7 @@ RESULTS: Mapping[type | str, Any] = {
     "promote_adapter": AddOutcome(False),
     "evict_adapter": True,
     "check_pins": None,
+    "set_quotas": None,
     "pin_adapter": False,
     "unpin_adapter": True,
     "abort_adapter": 3,

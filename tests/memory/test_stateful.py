@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterError, AdapterPathNotFoundError
@@ -25,6 +27,7 @@ SHARED_MODELS = {
     "d4": MODELS["d4"],
 }
 ADAPTERS = st.sampled_from(sorted(DIGEST_OF))
+BYTES = st.one_of(st.none(), st.integers(0, 4 * Rig.packed_nbytes(MODELS["d0"])))
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -290,6 +293,34 @@ class Shared(MemoryMachine):
         self.manager.reclaim_chunks(num_chunks)
 
 
+class Limited(MemoryMachine):
+    """Adapters of three tenants that share contents, whose limits in memory come, change and go."""
+
+    def spec(self, adapter_id: int) -> AdapterSpec:
+        tenant = ("acme", "beta", "gamma")[adapter_id % 3]
+        return replace(super().spec(adapter_id), adapter_name=f"{tenant}/{adapter_id}")
+
+    @rule(limits=st.dictionaries(st.sampled_from(["acme", "beta"]), st.tuples(BYTES, BYTES)))
+    def limit(self, limits: dict[str, tuple[int | None, int | None]]) -> None:
+        self.manager.set_quotas({tenant: MemoryQuota(*nbytes) for tenant, nbytes in limits.items()})
+
+    @rule()
+    def look(self) -> None:
+        self.manager.reclaim_beyond_quotas()
+
+    @rule(adapter_id=ADAPTERS)
+    def expect(self, adapter_id: int) -> None:
+        self.manager.housekeeping.prefetch([adapter_id])
+
+
+class LimitedTwoMemories(Limited):
+    is_separate = True
+
+
+class LimitedArriving(Limited, Arriving):
+    policy = "cost_aware"
+
+
 class SharedByCost(Shared):
     policy = "cost_aware"
 
@@ -325,5 +356,11 @@ TestTwoMemoriesByCost = TwoMemoriesByCost.TestCase
 TestTwoMemoriesByCost.settings = _SETTINGS
 TestShared = Shared.TestCase
 TestShared.settings = _SETTINGS
+TestLimited = Limited.TestCase
+TestLimited.settings = _SETTINGS
+TestLimitedTwoMemories = LimitedTwoMemories.TestCase
+TestLimitedTwoMemories.settings = _SETTINGS
+TestLimitedArriving = LimitedArriving.TestCase
+TestLimitedArriving.settings = _SETTINGS
 TestSharedByCost = SharedByCost.TestCase
 TestSharedByCost.settings = _SETTINGS

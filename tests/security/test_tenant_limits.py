@@ -16,10 +16,12 @@ import pytest
 from numpy import float32, full
 from safetensors.numpy import save
 
+from loraplex.adapter_store import AddOutcome, MemoryQuota
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.core import RequestOutput
 from loraplex.errors import (
     AdapterNoRoomError,
+    AdapterQuotaError,
     EngineDeadError,
     EngineOverloadedError,
     EngineShutdownError,
@@ -248,6 +250,37 @@ async def test_bytes_of_adapters(server: Tenancy) -> None:
     async with client_as(server, "operator") as client:  # the operator gives beyond a tenant's limits
         given = await client.post("/v1/adapters", json={"name": "acme/gift", "path": "/srv/private"})
         assert given.status_code == 200
+
+
+async def test_bytes_in_memory_are_told_to_the_engine(server: Tenancy) -> None:
+    """With each change, whoever made it, and in a server that starts."""
+    server.store.change_tenant("acme", limits=Limits(device_bytes=7, pins=1))
+    server.refresh()
+    assert server.engine.store.quotas == {"acme": MemoryQuota(device_bytes=7)}
+    async with client_as(server, "admin") as client:
+        changed = await client.put("/v1/tenants/beta", json={"quota": {"host_bytes": 9, "device_bytes": 0}})
+        assert changed.json()["quota"] == {"host_bytes": 9, "device_bytes": 0}
+        told = {"acme": MemoryQuota(device_bytes=7), "beta": MemoryQuota(9, 0)}
+        assert server.engine.store.quotas == told
+        server.engine.store.quotas = {}
+        create_app(server.engine, ServerConfig())
+        assert server.engine.store.quotas == told
+        assert (await client.put("/v1/tenants/beta", json={"quota": {}})).status_code == 200
+        assert (await client.delete("/v1/tenants/acme")).status_code == 200
+        assert server.engine.store.quotas == {"acme": MemoryQuota(device_bytes=7)}, "its adapters are still there"
+        for bad in ({"host_bytes": -1}, {"device_bytes": 1.5}):
+            assert (await client.put("/v1/tenants/beta", json={"quota": bad})).status_code in (400, 422)
+
+
+async def test_a_limit_in_memory_is_answered_as_no_room(server: Tenancy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def promote(self: FakeAdapterStore, adapter_id: int) -> AddOutcome:
+        raise AdapterQuotaError("adapter 'acme/sql' needs 9 bytes, and device_bytes of tenant acme is 7 bytes", "acme")
+
+    monkeypatch.setattr(FakeAdapterStore, "promote_adapter", promote)
+    async with client_as(server, "acme") as client:
+        answer = await client.post("/v1/adapters/sql/preload")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_quota")
+        assert answer.json()["error"]["message"].startswith("adapter 'sql' needs 9 bytes, and device_bytes of tenant")
 
 
 async def test_bytes_of_tensors(server: Tenancy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -88,3 +89,42 @@ def test_a_running_server_hears_of_keys_and_its_end_loses_no_second_more(
         assert status(secret) == 200
         assert status(other_secret) == 401
         until(lambda: drawn(store) > at_kill)
+
+
+def test_a_limit_in_memory_reaches_the_engine_while_it_runs(start: Callable[[], Program], tmp_path: Path) -> None:
+    program = start()
+    with closing(open_store(tmp_path / "state", None)) as store:
+        store.create_tenant("acme")
+        _, secret = store.create_key(Role.TENANT, "acme")
+        _, admin = store.create_key(Role.ADMIN)
+        until(lambda: program.client.get("/v1/models").status_code == 401)
+        program.client.headers["authorization"] = f"Bearer {admin}"
+        for name in ("upper", "reverse"):
+            assert program.load(f"acme/{name}", name).status_code == 200
+
+        def cards() -> list[dict[str, Any]]:
+            found = program.client.get("/v1/adapters").json()["data"]
+            return [card for card in found if card["tier"] == "device"]
+
+        def say(name: str) -> str:
+            answer = program.client.post(
+                "/v1/completions", json={**BODY, "model": name}, headers={"authorization": f"Bearer {secret}"}
+            )
+            return str(answer.json()["choices"][0]["text"]) if answer.is_success else answer.json()["error"]["code"]
+
+        said = {name: say(name) for name in ("upper", "reverse")}
+        assert len(cards()) == 2
+        store.change_tenant("acme", limits=Limits(device_bytes=max(card["bytes"] for card in cards())))
+        until(lambda: len(cards()) == 1)
+        for name in ("upper", "reverse") * 3:
+            assert say(name) == said[name]
+            assert [card["name"] for card in cards()] == [f"acme/{name}"]
+        store.change_tenant("acme", limits=Limits(device_bytes=1))
+        until(lambda: not cards())
+        assert say("upper") == "adapter_beyond_quota"
+        program.kill()
+        program = start()  # it reads the limit from the database
+        program.client.headers["authorization"] = f"Bearer {admin}"
+        until(lambda: say("upper") == "adapter_beyond_quota")
+        store.change_tenant("acme", limits=Limits())
+        until(lambda: say("upper") == said["upper"])

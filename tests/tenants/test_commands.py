@@ -156,6 +156,8 @@ def test_what_is_given_is_what_is_stored(run: Run, state_dir: Path) -> None:
     limits = {
         "--adapters": "7",
         "--adapter-bytes": "2MiB",
+        "--host-bytes": "1GiB",
+        "--device-bytes": "64MiB",
         "--pins": "1",
         "--requests-per-s": "0.5",
         "--tokens-per-minute": "9",
@@ -169,6 +171,8 @@ def test_what_is_given_is_what_is_stored(run: Run, state_dir: Path) -> None:
         assert store.tenant("acme").limits == Limits(
             adapters=7,
             adapter_bytes=2**21,
+            host_bytes=2**30,
+            device_bytes=2**26,
             pins=1,
             requests_per_s=0.5,
             tokens_per_minute=9,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loraplex.adapters.registry import NameQuery
-from loraplex.errors import AdapterContentChangedError, AdapterNoRoomError
+from loraplex.errors import (
+    AdapterBeyondQuotaError,
+    AdapterContentChangedError,
+    AdapterNoRoomError,
+    AdapterQuotaError,
+    error_from_payload,
+)
 from loraplex.tenants.records import Scope, Tenant, TenantTable
 
 TENANTS = ("a", "b", "c")
@@ -105,3 +112,15 @@ def test_errors_are_cleaned_of_targets_and_fullness_alone() -> None:
     error = AdapterContentChangedError("adapters 'a/x', 'y@2' and 'z' at 'b/x' changed")
     assert scope.cleaned(error, {"y"}) == "adapters 'x', '(another adapter)' and 'z' at 'b/x' changed"
     assert "bytes" not in scope.cleaned(AdapterNoRoomError("7 bytes of 9 are taken"))
+
+
+@pytest.mark.parametrize("kind", [AdapterBeyondQuotaError, AdapterQuotaError])
+def test_the_numbers_of_a_limit_in_memory_are_for_its_own_tenant(
+    kind: type[AdapterBeyondQuotaError | AdapterQuotaError],
+) -> None:
+    """A request for a granted adapter meets the limit of the tenant that granted it."""
+    error = error_from_payload(kind("adapter 'a/x' needs 9 bytes of 7", "a").to_payload())
+    table = TenantTable(1, {name: Tenant(name, 0.0) for name in ("a", "b")})
+    assert Scope(table, "a").cleaned(error) == "adapter 'x' needs 9 bytes of 7"
+    for other in ("b", ""):
+        assert "bytes" not in Scope(table, other).cleaned(error)

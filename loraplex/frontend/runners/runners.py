@@ -9,15 +9,17 @@ load     falls: requests move to the others, and its process ends; rises: it sta
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.config import EngineConfig
 from loraplex.core import AdapterSpec, EngineInfo, TokenOutput
-from loraplex.errors import EngineDeadError, EngineTimeoutError
+from loraplex.errors import EngineDeadError, EngineTimeoutError, LoraplexError
 from loraplex.events import EngineEvent
 from loraplex.frontend import messages as msg
 from loraplex.frontend.client import ProgressCallback
@@ -30,6 +32,8 @@ from loraplex.frontend.runners.sums import info_of_all, stats_of_all
 from loraplex.frontend.supervisor import EngineSupervisor, Supervision
 from loraplex.metrics import EngineStats, RunnerReport
 from loraplex.routing import Needs, RunnerState, place
+
+_log = logging.getLogger(__name__)
 
 STATS_PATIENCE_S = 4.0
 """How long the figures of the others wait for one runner's; a page of metrics waits a little longer for all."""
@@ -57,7 +61,11 @@ class Runners:
         self._rules = settings.rules
         self._on_event = on_event
         self._on_death = on_death
+        self._loop = asyncio.get_running_loop()
+        self._restore = restore
         self._consolidator: Consolidator | None = None
+        self._quotas: Mapping[str, MemoryQuota] = {}
+        self._telling: set[asyncio.Task[None]] = set()
         specs: dict[int, AdapterSpec] = {}
         self.all = tuple(Runner(number, each, specs) for number, each in enumerate(settings.configs(config)))
         self._store = StoreOfRunners(self.all, self._death_now, specs)
@@ -66,7 +74,7 @@ class Runners:
                 runner.config,
                 partial(on_outputs, runner),
                 partial(self._on_runner_death, runner),
-                partial(restore, runner),
+                partial(self._restore_runner, runner),
                 on_progress if runner is self.all[0] else None,
                 partial(self._on_runner_event, runner),
                 supervision,
@@ -164,6 +172,34 @@ class Runners:
     async def join(self, runner: Runner) -> None:
         """Make a new process know all that is registered; from then on it is told of every change."""
         await self._store.join(runner)
+
+    def limit_tenants(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        """Every process has these limits soon, instead of all before; one that starts has them before its adapters.
+        From any thread."""
+        self._loop.call_soon_threadsafe(self._tell_all_quotas, quotas)
+
+    def _tell_all_quotas(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        self._quotas = quotas
+        for runner in self.all:
+            if runner.client.is_alive:
+                task = asyncio.get_running_loop().create_task(self._tell_quotas(runner))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
+    async def _tell_quotas(self, runner: Runner) -> None:
+        """What is sent is what holds then: of two that are under way the later one is the newer."""
+        try:
+            await runner.call(msg.CallStore, "set_quotas", (self._quotas,))
+        except EngineDeadError:
+            return  # the next process is told when it starts
+        except LoraplexError as error:
+            _log.error("runner %s does not know the limits of tenants in memory: %s", runner.name, error)
+
+    async def _restore_runner(self, runner: Runner) -> None:
+        """A new process."""
+        if self._quotas:
+            await runner.call(msg.CallStore, "set_quotas", (self._quotas,))
+        await self._restore(runner)
 
     async def call(self, message_type: type, *values: Any) -> list[Any]:
         """Call all that serve, and raise what the first one answers with."""

@@ -74,6 +74,10 @@ class MonitoredMemory(Protocol):
         """Let one in `share` of those that were not used for `idle_s` leave a tier (at least one); returns how many."""
         ...
 
+    def reclaim_beyond_quotas(self) -> None:
+        """What is idle of tenants that have more than their limits leaves both tiers."""
+        ...
+
     def compact(self) -> int:
         """Move extents for a moment; returns how many. 0 when there is nothing to gain."""
         ...
@@ -158,6 +162,7 @@ class MemoryMonitor:
         )
         if look.gpu is not None and look.gpu >= self._thresholds.critical:
             self._memory.release_gpu()
+        self._memory.reclaim_beyond_quotas()
         self._reclaim(look)
         self._is_compacting = self._is_compacting or look.most_fragmentation > self._thresholds.max_fragmentation
         self._is_relaxed = max(look.pressure.values(), default=0.0) < self._thresholds.high

@@ -25,35 +25,47 @@ FORESIGHT = ("prefetch", "prediction")
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """What each tenant has in one tier, counted as it comes and goes: room is made without a walk over the tier."""
+    """What each tenant has in one tier, counted as it comes and goes: room is made without a walk over the tier.
+
+    digests: of its contents there.
+    """
 
     nbytes: Counter[str] = field(default_factory=Counter)
     num_adapters: Counter[str] = field(default_factory=Counter)
+    digests: dict[str, set[str]] = field(default_factory=dict)
     _counted: dict[str, tuple[frozenset[str], int]] = field(default_factory=dict)
 
     def count(self, weights: StoredWeights, place: Place | None) -> None:
         """The content is in `place` of the tier (None: it is not), and has the adapters that it has now."""
         tenants, nbytes = self._counted.pop(weights.digest, (frozenset[str](), 0))
+        for tenant in tenants:
+            self.digests[tenant].discard(weights.digest)
         self._add(tenants, -nbytes, -1)
         if place is not None and weights.adapters:
             nbytes = sum(each.nbytes for each in place.extents) if weights.layout is None else weights.own_nbytes
             tenants = frozenset(weights.tenants)
             self._counted[weights.digest] = tenants, nbytes
+            for tenant in tenants:
+                self.digests.setdefault(tenant, set()).add(weights.digest)
             self._add(tenants, nbytes, 1)
 
     def has(self, weights: StoredWeights) -> bool:
         return weights.digest in self._counted
 
     def tenants_of(self, weights: StoredWeights) -> frozenset[str]:
-        """Of what is in the tier."""
-        return self._counted[weights.digest][0]
+        """Of what is in the tier; none of what was removed and leaves when its job ends."""
+        return self._counted.get(weights.digest, (frozenset[str](), 0))[0]
+
+    def nbytes_of(self, weights: StoredWeights) -> int:
+        """Of what is in the tier, without what it shares."""
+        return self._counted[weights.digest][1]
 
     def _add(self, tenants: Iterable[str], nbytes: int, num_adapters: int) -> None:
         for tenant in tenants:
             self.nbytes[tenant] += nbytes
             self.num_adapters[tenant] += num_adapters
             if not self.num_adapters[tenant]:
-                del self.nbytes[tenant], self.num_adapters[tenant]
+                del self.nbytes[tenant], self.num_adapters[tenant], self.digests[tenant]
 
     def check_integrity(self, held: Iterable[tuple[StoredWeights, Place | None]]) -> None:
         """Raises AssertionError unless it counts what a walk finds. held: contents, and where they are in the tier."""

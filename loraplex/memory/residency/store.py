@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterSpec, Tier
 from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, EngineShutdownError, LoraplexError
@@ -213,7 +214,7 @@ class WeightStore:
         if weights.layout is not None and not may_wait:
             weights.host = self._take_locked(self.tiers.host, weights, weights.layout.sizes, demand)
             if weights.host is None:
-                self.room.check_can_come(self.tiers.host, weights)
+                self.room.check_can_come(self.tiers.host, weights, demand)
                 return None
             self.room.count(weights)
         weights.state = WeightState.LOADING
@@ -224,13 +225,13 @@ class WeightStore:
         weights, name, host = job.weights, job.sources[-1].name, self.tiers.host
         with self._lock:
             if weights.host is None:
-                self.room.check_size(name, sum(sizes))
+                self.room.check_size(weights, job.demand, name, sum(sizes))
             while weights.host is None:
                 weights.host = self._take_locked(host, weights, sizes, job.demand)
                 if weights.host is None and not job.may_wait:
                     return None
                 if weights.host is None:
-                    self.wait_for_room_locked(host, weights, name, sum(sizes))
+                    self.wait_for_room_locked(host, weights, job.demand, name, sum(sizes))
             self.room.count(weights)
             assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
             return weights.host
@@ -254,7 +255,7 @@ class WeightStore:
         place = self._take_locked(device, weights, weights.layout.own_sizes, demand)
         if place is None:
             device.part(weights.host.shared)
-            self.room.check_can_come(device, weights)
+            self.room.check_can_come(device, weights, demand)
             return False
         weights.device, weights.state = place, WeightState.DEVICE
         self.room.count(weights)
@@ -274,7 +275,7 @@ class WeightStore:
         weights.device = self._take_locked(device, weights, weights.layout.sizes, demand)
         if weights.device is None:
             if job is None:
-                self.room.check_can_come(device, weights)
+                self.room.check_can_come(device, weights, demand)
             return None
         weights.state = WeightState.ARRIVING
         self.room.count(weights)
@@ -466,8 +467,8 @@ class WeightStore:
         nbytes, room = sum(sizes), self.room
         if demand.is_for_request and room.promised(cache) not in (None, weights):
             return None
-        leaving = room.fewest(cache, nbytes, room.candidates(cache, weights, demand, nbytes))
-        place = None
+        leaving = room.leaving_for(cache, weights, demand, nbytes)
+        may_come, place = leaving is not None, None
         while leaving is not None and place is None:
             for victim in leaving:
                 self._make_way_locked(victim, cache, demand)
@@ -481,7 +482,7 @@ class WeightStore:
             leaving = list(itertools.islice(others, 1)) or None  # for lack of a piece that is large enough
         if place is not None:
             cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.tiers.host else None)
-        elif demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
+        elif may_come and demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
             weights.wanted_in_pass = room.pass_id
             room.promise(cache, weights)
         return place
@@ -507,11 +508,26 @@ class WeightStore:
         """Raises what `Room.check_share_of_pins` raises."""
         self.room.check_share_of_pins(tenant, wanted)
 
-    def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None:
+    def wait_for_room_locked(
+        self, cache: Budget, weights: StoredWeights, demand: Demand, name: str, nbytes: int
+    ) -> None:
         """Until something changes, for a verb; raises AdapterNoRoomError when nothing will."""
-        if not self.room.is_coming(weights):
-            raise self.room.no_room(cache, weights, name, nbytes)
+        self.room.check_is_coming(cache, weights, demand, name, nbytes)
         self.wait_locked()
+
+    def limit_tenants(self, quotas: Mapping[str, MemoryQuota]) -> None:
+        """From now on, instead of all limits before."""
+        with self._lock:
+            self.room.quotas.set(quotas)
+        self.reclaim_beyond_quotas()
+
+    def reclaim_beyond_quotas(self) -> None:
+        """What is idle of tenants that have more than their limits leaves."""
+        with self._lock:
+            for cache in (self.tiers.device, self.tiers.host) if self.room.quotas else ():
+                for leaving in self.room.beyond_quotas(cache):
+                    for each in leaving:
+                        self._make_way_locked(each, cache, Demand("quota"))
 
     def want_locked(self, weights: StoredWeights) -> None:
         """It is asked for in this scheduling pass; that is no use."""
@@ -533,18 +549,19 @@ class WeightStore:
         with self._lock:
             wanted = self.adapters.get(adapter_id)
             order = list(dict.fromkeys(self.in_use_locked(each).weights for each in in_use))
-            victims = [] if wanted is None else self.room.victims_for(wanted.weights, order)
-            return _running_of(victims)
+            victims = [] if wanted is None else self.room.victims_for(wanted, order)
+            return [each.adapter_id for each in victims]
 
     def victims_for_mix(self, adapter_ids: Sequence[int], in_use: Sequence[int]) -> list[int]:
         """As core.ResidencyView says; none for an unknown adapter."""
         with self._lock:
-            mix = [adapter.weights for each in adapter_ids if (adapter := self.adapters.get(each)) is not None]
+            adapters = [adapter for each in adapter_ids if (adapter := self.adapters.get(each)) is not None]
+            mix = [each.weights for each in adapters]
             order = dict.fromkeys(self.in_use_locked(each).weights for each in in_use)
             others = [each for each in order if each not in mix]
             with self.room.together(mix):
-                found = (self.room.victims_for(each, others) for each in mix)
-                return _running_of(next(filter(None, found), []))
+                found = (self.room.victims_for(each, others) for each in adapters)
+                return [each.adapter_id for each in next(filter(None, found), [])]
 
     def check_mix_locked(self, adapters: Sequence[StoredAdapter], factors: Sequence[float]) -> None:
         """Raises AdapterMixError, AdapterTooLargeError for adapters that cannot run together."""
@@ -581,7 +598,3 @@ class WeightStore:
             assert self.tenants == Counter(adapter.spec.tenant for adapter in adapters)
             self.room.uses[Tier.HOST].check_integrity((each, each.host) for each in self.weights.values())
             self.room.uses[Tier.DEVICE].check_integrity((each, each.device) for each in self.weights.values())
-
-
-def _running_of(victims: Iterable[StoredWeights]) -> list[int]:
-    return [adapter.adapter_id for each in victims for adapter in each.adapters.values() if adapter.num_running]

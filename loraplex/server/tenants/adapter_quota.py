@@ -1,4 +1,5 @@
-"""How many adapters, bytes and pins a tenant may have: checked around the verbs that add some.
+"""How many adapters, bytes and pins a tenant may have: checked around the verbs that add some. The engine heeds the
+limits in memory, and is told them.
 
 The verbs of a tenant with such limits run one after another, so that two of them never take the last place together.
 Each server counts what its registry has; bytes are those of the weights' files, and of what was uploaded of all files,
@@ -9,6 +10,7 @@ anything has changed.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +18,7 @@ from functools import partial
 
 from fastapi import Request
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.adapters.registry import LoRARegistry, NameQuery
 from loraplex.core import AdapterSpec
 from loraplex.errors import TenantLimitError
@@ -23,6 +26,9 @@ from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom
 from loraplex.tenants.limits import Limits
+from loraplex.tenants.records import TenantTable
+
+_log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
 """It is the tenant that makes room: to come again soon would not help."""
@@ -112,6 +118,29 @@ class AdapterQuota:
 
     def _size_of(self, spec: AdapterSpec) -> int:
         return max(spec.nbytes, self._engine.updates.uploads.size_of(spec.path))
+
+
+class MemoryQuotas:
+    """Tells an engine what each tenant may have in memory, whenever that changes."""
+
+    def __init__(self, engine: EngineSurface) -> None:
+        self._engine = engine
+        self._told: dict[str, MemoryQuota] = {}
+
+    def tell(self, table: TenantTable) -> None:
+        """From any thread, and without a wait. Adapters of a deleted tenant keep its limits."""
+        quotas = {name: tenant.limits.memory for name, tenant in table.tenants.items()}
+        quotas = {name: quota for name, quota in quotas.items() if quota != NO_QUOTA}
+        if quotas == self._told:
+            return
+        try:
+            self._engine.limit_tenants(quotas)
+            self._told = quotas
+        except RuntimeError as error:
+            _log.debug("the server has ended: %s", error)
+
+
+NO_QUOTA = MemoryQuota()
 
 
 def _is_full(most: int | None, num: int) -> bool:

@@ -39,6 +39,8 @@ class LimitFields(RequestModel):
 
     adapters: Count | None = None
     adapter_bytes: Count | None = None
+    host_bytes: Count | None = None
+    device_bytes: Count | None = None
     pins: Count | None = None
     requests_per_s: Annotated[float, Field(gt=0, le=MAX_LIMIT)] | None = None
     tokens_per_minute: Most | None = None

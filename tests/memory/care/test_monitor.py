@@ -31,6 +31,7 @@ class FakeMemory:
     of_device: float = 0.0
     calls: list[str] = field(default_factory=list)
     short_of: list[str | None] = field(default_factory=list)
+    num_reclaimed_beyond_quotas: int = 0
 
     def look(self) -> MemoryLook:
         self.calls.append("look")
@@ -41,6 +42,9 @@ class FakeMemory:
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
         self.calls.append(f"reclaim {tier} after {idle_s:.0f}")
         return 1
+
+    def reclaim_beyond_quotas(self) -> None:
+        self.num_reclaimed_beyond_quotas += 1
 
     def compact(self) -> int:
         self.calls.append("compact")

@@ -13,6 +13,7 @@ from loraplex.core import AdapterSpec, Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError
 from loraplex.memory.eviction.shares import RECENT_S
 from loraplex.memory.weights.packing import Packer
+from tests.memory.fake_copies import FakeCopies
 from tests.memory.rig import Rig, make_model
 
 
@@ -218,6 +219,27 @@ def test_for_a_tenant_beyond_its_share_its_own_requests_are_paused(rig: Rig) -> 
     rig.manager.release(2)
     rig.acquire(4)
     assert (rig.tier_of(1), rig.tier_of(6)) == ("device", "device")
+
+
+def test_what_was_removed_while_it_arrives_is_no_tenants() -> None:
+    """Its job ends it. Room for another adapter in the meantime failed with a KeyError, in the step's thread."""
+    rig = Rig(num_device=4, num_host=6, copies=FakeCopies())
+    assert rig.loader is not None
+    wide = spec(rig, 2, "beta", "wide")
+    rig.source.put(wide.path, make_model("wide", rank=12))
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), spec(rig, 3, "beta")])
+    use(rig, 1)
+    rig.loader.run_all()
+    rig.manager.add_adapter(wide)
+    rig.manager.poll()
+    rig.manager.prefetch(3)
+    assert rig.loader.run_one()
+    rig.manager.remove_adapter(3)
+    rig.manager.poll()
+    assert rig.manager.try_acquire(2).waits_for in (None, WaitsFor.ROOM)
+    rig.loader.run_all()
+    rig.acquire(2)
+    rig.manager.check_integrity()
 
 
 @settings(deadline=None, max_examples=60)

@@ -9,6 +9,8 @@ const PAGE = 10000;
 const NAMES = {
   adapters: "adapters",
   adapter_bytes: "of adapters",
+  host_bytes: "in the host's memory",
+  device_bytes: "on the device",
   pins: "pins",
   requests_per_s: "requests/s",
   tokens_per_minute: "tokens/min",
@@ -20,7 +22,7 @@ const USED = ["requests", "prompt_tokens", "generated_tokens", "errors", "waitin
 const USAGE_COLUMNS = ["Requests", "Prompt tokens", "Generated tokens", "Errors", "Waited"];
 
 const limitOf = ([name, value]) => {
-  const amount = name === "adapter_bytes" ? format.bytes(value) : format.number(value);
+  const amount = name.endsWith("_bytes") ? format.bytes(value) : format.number(value);
   return `${amount} ${NAMES[name] ?? name.replaceAll("_", " ")}`;
 };
 
