@@ -3,8 +3,8 @@
 A request is sent again only where the replica cannot have begun it: no connection came about, or the answer is a
 refusal of RETRIED. One whose replica is lost in the middle is answered with 502 and not sent again: it may be what
 ended the replica. 404 for an adapter that a new process is yet to load becomes 503; of a process that has it, it is
-passed on, since the client may not see it. A client that may not know of an adapter (keys.py) is answered by any
-replica, as for a name that does not exist. A stream passes through piece by piece; the next piece is read when the
+passed on, since the client may not see it. For a client that may not know of an adapter (keys.py) as many replicas are
+asked as for a name that does not exist. A stream passes through piece by piece; the next piece is read when the
 client has taken the last.
 """
 
@@ -97,7 +97,7 @@ class Relayed(Response):
         adapter, is_denied = self._needs.adapter, False
         while len(tried) < self._max_attempts:
             replica = self._fleet.choose(self._needs, tried)
-            if replica is None and not isinstance(last, tuple) and not self._keys.may_know(self._needs):
+            if replica is None and not self._keys.may_know(self._needs):
                 replica = self._fleet.choose(replace(self._needs, adapter=None), tried)
             if replica is None:
                 break
@@ -138,7 +138,9 @@ class Relayed(Response):
         if isinstance(last, tuple) and not (last[0].status == 404 and is_promised):
             await self._send_whole(*last, send)
             return
-        reason = str(last) if isinstance(last, LoraplexError) else "no replica is healthy"
+        if isinstance(last, LoraplexError):
+            _log.warning("request %s: %s", self._request.state.request_id, last)
+        reason = "no replica can be reached now" if isinstance(last, LoraplexError) else "no replica is healthy"
         if is_promised:
             reason = f"no replica that has adapter {clipped(str(adapter))!r} takes requests now"
         text = f"{reason}; try again later"

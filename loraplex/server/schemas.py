@@ -39,7 +39,7 @@ from loraplex.server.request_model import (
     unsupported,
 )
 from loraplex.structured.params import FORM_FIELDS, MAX_CHOICES, StructuredOutputsParams, wanted_form
-from loraplex.text.tools.wanted import TOOL_SCHEMA, WantedTools
+from loraplex.text.tools.wanted import TOOL_SCHEMA, WantedTools, functions_of
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -460,7 +460,7 @@ class ChatFields(RequestModel):
     """How messages become a prompt; shared by /v1/chat/completions and /tokenize."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: FreeObjects = Field(default_factory=list)
+    tools: Annotated[FreeObjects, documented(items=TOOL_SCHEMA)] = Field(default_factory=list)
     documents: Annotated[list[FreeObject], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] = Field(
         default_factory=list
     )
@@ -475,7 +475,9 @@ class ChatFields(RequestModel):
     )
 
     @model_validator(mode="after")
-    def _check_prompt_ending(self) -> ChatFields:
+    def _check_fields(self) -> ChatFields:
+        with as_api_errors():
+            functions_of(self.tools)
         explicit = "add_generation_prompt" in self.model_fields_set
         if self.continue_final_message and self.add_generation_prompt and explicit:
             raise ApiError(
@@ -532,7 +534,6 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *SamplingFields.rules,
         any_of(has(logprobs=TRUE), lacks("top_logprobs")),
-        any_of(has(tool_choice={"const": "none"}), {"properties": {"tools": {"items": TOOL_SCHEMA}}}),
     )
 
     @model_validator(mode="after")

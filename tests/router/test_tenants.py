@@ -135,3 +135,22 @@ async def test_its_own_name_and_the_operators_are_promised_while_the_replica_is_
         assert {status for status, _ in await fronts.seen(name, headers)} == {503}
     fronts.replica.engine.state = None
     await fronts.replica.start()
+
+
+async def test_as_many_replicas_are_asked_for_a_hidden_name_as_for_one_that_does_not_exist(fronts: Front) -> None:
+    """The holder alone was: the counts of retries, and half the time, said that there is one."""
+    told = {}
+    for name in (NOWHERE, HIDDEN):
+        before = await _asked(fronts)
+        await fronts.seen(name)
+        told[name] = [now - then for now, then in zip(await _asked(fronts), before, strict=True)]
+    assert told[HIDDEN] == told[NOWHERE]
+    assert min(told[HIDDEN]) >= 4
+
+
+async def _asked(front: Front) -> list[int]:
+    """How often each replica was, and how often another one after it."""
+    page = (await front.router.client.get("/metrics")).text
+    kinds = ("loraplex:router_requests_total", "loraplex:router_retries_total")
+    found = {name: [line for line in page.splitlines() if line.startswith(name)] for name in kinds}
+    return [sum(round(float(line.rpartition(" ")[2])) for line in found[name]) for name in kinds]

@@ -14,6 +14,7 @@ from loraplex.text.tools.answer import AnswerParser, Thoughts, call_parser, forc
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOOL_SCHEMA = {
+    "type": "object",
     "properties": {
         "type": {"const": "function"},
         "function": {
@@ -27,7 +28,7 @@ TOOL_SCHEMA = {
     },
     "required": ["type", "function"],
 }
-"""JSON schema of what `_function_of` takes."""
+"""JSON schema of what `functions_of` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,8 @@ class WantedTools:
             _refuse("tool_choice", f"tool_choice={shown(tool_choice)} needs tools: send them, or leave it out")
         if len(tools) > MAX_TOOLS:
             _refuse("tools", f"there are {len(tools)} tools, at most {MAX_TOOLS} may be called")
-        functions = [_function_of(each) for each in tools]
-        schemas = {name: {"type": "object", **parameters} for name, parameters in functions}
-        if len(schemas) < len(functions):
+        schemas = {name: {"type": "object", **parameters} for name, parameters in functions_of(tools)}
+        if len(schemas) < len(tools):
             _refuse("tools", "two tools have one name")
         names, several = tuple(schemas), parallel_tool_calls is not False
         if tool_choice in (None, "auto"):
@@ -67,8 +67,12 @@ class WantedTools:
             return cls(names, several, name, StructuredOutputsParams(json=schemas[name]))
 
 
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Names, and schemas of parameters. Raises InvalidRequestError for what is none of TOOL_SCHEMA."""
+    return [_function_of(each) for each in tools]
+
+
 def _function_of(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Its name and the schema of its parameters."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, Mapping):
         _refuse("tools", 'a tool must be {"type": "function", "function": {"name": ..., "parameters": {...}}}')
