@@ -128,7 +128,7 @@ class LoRAConfig:
         None, "most adapters on the device (vLLM's name; default: as many as fit)", group="Adapters"
     )
     max_cpu_loras: int | None = setting(None, "most adapters in host memory (vLLM's name; default: as many as fit)")
-    max_lora_rank: int | None = setting(None, "highest rank of an adapter, 1..512 (vLLM's name; default: any)")
+    max_lora_rank: int | None = setting(None, "highest rank of an adapter, 1..512 (vLLM's name; default: 4096)")
     max_loaded_loras: int | None = setting(None, "most registered adapters (SGLang's name; default: no limit)")
     max_versions_kept: int = setting(
         2, "versions kept of each name, the current one included: what a rollback can return to"

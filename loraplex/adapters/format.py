@@ -63,6 +63,9 @@ MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 ADALORA_SPARE = 1e-5
 """What peft adds to AdaLoRA's rank, by which it divides."""
 
+MAX_RANK = 4096
+"""Of a LoRA. Each token costs what its adapter's rank does, in a step that others wait for."""
+
 NOT_LINEAR_TARGETS = ("lm_head", "embed_tokens")
 """Last name components that 'all-linear' leaves out: peft excludes the output layer, and embeddings are no linears."""
 
@@ -165,6 +168,9 @@ class PEFTHelper:
         if self.kind is Kind.LORA and limit is not None and self.max_rank > limit:
             text = f"rank {self.max_rank} is above max_lora_rank {limit}"
             reasons.append(f"{text}; raise the limit or train with a lower rank")
+        elif self.kind is Kind.LORA and self.max_rank > MAX_RANK:
+            text = f"rank {self.max_rank} is above {MAX_RANK}, the highest that is served"
+            reasons.append(f"{text}; train with a lower rank, or cut it down by a singular value decomposition")
         if self.has_bias and not lora_config.bias_enabled:
             text = f"bias={self.bias!r}, lora_bias={self.lora_bias}"
             reasons.append(f"{text}: bias_enabled is off on this server; train without biases")

@@ -347,6 +347,9 @@ def test_limits_of_the_server() -> None:
     assert helper(r=64).reasons(LoRAConfig(max_lora_rank=64)) == []
     assert "rank 65 is above max_lora_rank 64" in helper(r=65).reasons(LoRAConfig(max_lora_rank=64))[0]
     assert "rank 128" in helper(rank_pattern={"q_proj": 128}).reasons(LoRAConfig(max_lora_rank=64))[0]
+    assert helper(r=4096).reasons(LoRAConfig()) == []
+    assert "rank 4097 is above 4096" in helper(r=4097).reasons(LoRAConfig())[0]
+    assert "rank 20000 is above 4096" in helper(rank_pattern={"q_proj": 20000}).reasons(LoRAConfig())[0]
     for fields in ({"bias": "all"}, {"bias": "lora_only"}, {"lora_bias": True}):
         assert "bias_enabled" in helper(**fields).reasons(LoRAConfig(bias_enabled=False))[0]
 
