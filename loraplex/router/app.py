@@ -107,8 +107,10 @@ class Own:
         return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        if self._keys is not None and (refusal := await self._keys.refusal(request)) is not None:
-            return refusal
+        if self._keys is not None:
+            if (refusal := await self._keys.refusal(request)) is not None:
+                return refusal
+            self._keys.check_sees_all(request)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
 

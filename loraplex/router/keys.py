@@ -24,6 +24,7 @@ from loraplex.router.fleet import Fleet
 from loraplex.router.needs import tenant_of
 from loraplex.routing import Needs
 from loraplex.routing.known import Known
+from loraplex.server.api_error import ApiError
 from loraplex.server.auth import TENANT_HEADER, credential_of
 
 MAX_KNOWN_KEYS = 65_536
@@ -80,6 +81,16 @@ class Keys:
         """A replica has served the client with the adapter."""
         if needs.adapter is not None:
             self._served.put((needs.tenant, needs.adapter), None)
+
+    def check_sees_all(self, request: Request) -> None:
+        """Raises ApiError for a key that sees a tenant's names alone, or that no replica has said anything of."""
+        key = self._taken.get(tenant_of(credential_of(request.headers)))
+        if key is None:
+            text = "no replica says now what this key may see; try again later"
+            raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
+        if key.tenant is not None:
+            text = f"{request.method} {request.url.path[:80]} is for keys that see the adapters of all tenants"
+            raise ApiError(text, status=403, kind="permission_error", code="role_required")
 
     def may_know(self, needs: Needs) -> bool:
         """Whether the client may hear that the adapter exists."""

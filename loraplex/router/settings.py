@@ -46,7 +46,7 @@ class RouteSettings:
         (),
         "origin of web pages that may call the router, such as https://app.example.com; repeatable",
     )
-    guard_metrics: bool = setting(False, "a key that a replica takes required for /metrics")
+    guard_metrics: bool = setting(False, "a key that a replica takes, and that is of no tenant, required for /metrics")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; longer ones are answered with 413", group="Limits")
     max_upload_bytes: int = setting(
         64 * 2**20, "longest body of tensors, held in memory until all replicas have it; longer ones are refused"

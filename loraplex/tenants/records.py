@@ -225,6 +225,8 @@ class Scope:
         if isinstance(error, AdapterDiskFullError):
             return "the server has no room for these files now: unload an adapter that you uploaded, or try again later"
         is_of_others = isinstance(error, AdapterBeyondQuotaError | AdapterQuotaError) and error.tenant != self.tenant
+        if is_of_others and isinstance(error, AdapterBeyondQuotaError):
+            return "this adapter needs more memory than its owner may have: ask its owner"
         if is_of_others or type(error) in (AdapterMemoryError, AdapterNoRoomError):
             return "there is no room for this adapter now: unpin or unload one of yours, or try again later"
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -57,7 +58,7 @@ async def fronts(tmp_path: Path) -> AsyncIterator[Front]:
 
 
 @asynccontextmanager
-async def _front(folder: Path, has_other: bool) -> AsyncIterator[Front]:
+async def _front(folder: Path, has_other: bool, **settings: Any) -> AsyncIterator[Front]:
     file = folder / "journal.sqlite"
     JournalTables(file, "base").close()
     with closing(open_store(folder, None)) as store:
@@ -70,7 +71,7 @@ async def _front(folder: Path, has_other: bool) -> AsyncIterator[Front]:
         replica.engine.state = sa.create_engine(sa.URL.create("sqlite", database=str(file)))
         await replica.start()
     try:
-        async with router([each.name for each in replicas], key=ADMIN) as routed:
+        async with router([each.name for each in replicas], key=ADMIN, **settings) as routed:
             names = routed.replica(replicas[0].name).names
             await routed.until(lambda: names.held is not None and names.held.keys() == adapters.keys())
             yield Front(replicas[0], replicas[-1], routed, {"Authorization": f"Bearer {secret}"})
@@ -154,3 +155,17 @@ async def _asked(front: Front) -> list[int]:
     kinds = ("loraplex:router_requests_total", "loraplex:router_retries_total")
     found = {name: [line for line in page.splitlines() if line.startswith(name)] for name in kinds}
     return [sum(round(float(line.rpartition(" ")[2])) for line in found[name]) for name in kinds]
+
+
+async def test_guarded_metrics_are_not_a_tenants(tmp_path: Path) -> None:
+    async with _front(tmp_path, has_other=False, guard_metrics=True) as front:
+        client, admin = front.router.client, {"Authorization": f"Bearer {ADMIN}"}
+        answers = [await client.get("/metrics", headers=headers) for headers in ({}, front.tenant, admin)]
+        assert [each.status_code for each in answers] == [401, 403, 200]
+        await front.replica.kill()
+        await front.router.until(lambda: front.router.fleet.num_open == 0)
+        other = {"Authorization": "Bearer guessed"}
+        answers = [await client.get("/metrics", headers=headers) for headers in (other, front.tenant, admin)]
+        assert [each.status_code for each in answers] == [503, 403, 200]
+        front.replica.engine.state = None
+        await front.replica.start()
