@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from loraplex.cli_help import Flat, Listed, group_fields
+from loraplex.errors import InvalidRequestError
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.service_level import ServiceLevel
 
@@ -67,25 +69,53 @@ def change_tenant(
     adapter_root: Annotated[tuple[str, ...] | None, Listed] = None,
     limits: Annotated[Limits | None, Flat] = None,
     service: Annotated[ServiceLevel | None, Flat] = None,
+    unset: Annotated[tuple[str, ...], Listed] = (),
     state_dir: Path | None = None,
     database_url: str | None = None,
 ) -> int:
-    """Give a tenant other roots, other limits, or another service level: all that it has of each are those given here.
+    """Give a tenant other roots, limits, or parts of its service level. What is not given stays.
 
     Parameters
     ----------
     name
         Name of the tenant.
     adapter_root
-        As of `tenant create`; without it the roots stay.
+        As of `tenant create`; all that it has are those given here.
+    unset
+        A limit, or a part of the service level, to take away, such as requests-per-s; may be given several times.
     state_dir
         The --state-dir of the server.
     database_url
         The --database-url of the server; or the variable LORAPLEX_DATABASE_URL.
     """
     with _changing("tenant change", state_dir, database_url, tenant=name) as (store, _):
-        print(store.change_tenant(name, adapter_root, limits, service).name)
+        removed = _removed(unset)
+        known = store.tenant(name)
+        print(
+            store.change_tenant(
+                name,
+                adapter_root,
+                Limits.of(_left(known.limits.given(), limits, removed)),
+                ServiceLevel.of(_left(known.service.given(), service, removed)),
+            ).name
+        )
     return 0
+
+
+def _removed(names: tuple[str, ...]) -> set[str]:
+    removed = {each.replace("-", "_") for each in names}
+    if unknown := removed - {each.name for each in (*fields(Limits), *fields(ServiceLevel))}:
+        raise InvalidRequestError(f"--unset {min(unknown)[:40]!r} is no limit and no part of the service level")
+    return removed
+
+
+def _left(known: dict[str, float], given: Limits | ServiceLevel | None, removed: set[str]) -> dict[str, float]:
+    numbers = known | (given.given() if given else {})
+    return {name: value for name, value in numbers.items() if name not in removed}
+
+
+def _exact(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 @tenant_app.command(name="list")
@@ -102,7 +132,7 @@ def list_tenants(*, state_dir: Path | None = None, database_url: str | None = No
     with _store(state_dir, database_url) as store:
         for tenant in store.tenants():
             numbers = tenant.limits.given() | tenant.service.given()
-            given = " ".join(f"{name}={value:g}" for name, value in numbers.items())
+            given = " ".join(f"{name}={_exact(value)}" for name, value in numbers.items())
             columns = (tenant.name, _time(tenant.created_time), given or "-", " ".join(tenant.adapter_roots) or "-")
             print("\t".join(columns))
     return 0

@@ -62,9 +62,27 @@ def test_the_life_of_a_tenant(run: Run, place: list[str]) -> None:
     assert run("tenant", "change", "acme", "--pins", "3", "--adapter-bytes", "1GiB", *place)[0] == 0
     _, tenants, _ = run("tenant", "list", *place)
     assert tenants.startswith("acme\t")
-    assert tenants.endswith("\tadapter_bytes=1.07374e+09 pins=3\t/srv/acme\n")
+    assert tenants.endswith("\tadapter_bytes=1073741824 pins=3 requests_per_s=20\t/srv/acme\n")
     assert run("tenant", "change", "acme", "--weight", "2.5", "--itl-target-ms", "40", *place)[0] == 0
-    assert "pins=3 weight=2.5 itl_target_ms=40\t" in run("tenant", "list", *place)[1]
+    assert "pins=3 requests_per_s=20 weight=2.5 itl_target_ms=40\t" in run("tenant", "list", *place)[1]
+    assert (
+        run(
+            "tenant",
+            "change",
+            "acme",
+            "--device-bytes",
+            "1KiB",
+            "--unset",
+            "adapter-bytes",
+            "--unset",
+            "requests_per_s",
+            *place,
+        )[0]
+        == 0
+    )
+    assert run("tenant", "change", "acme", "--pins", "4", "--unset", "itl_target_ms", *place)[0] == 0
+    kept = "\tpins=4 device_bytes=1024 weight=2.5\t", "\tdevice_bytes=1024 pins=4 weight=2.5\t"
+    assert any(each in run("tenant", "list", *place)[1] for each in kept), "what is not given stays"
     assert run("tenant", "delete", "acme", *place)[:2] == (0, "acme\n")
     assert run("tenant", "list", *place)[1] == ""
 
@@ -75,6 +93,8 @@ def test_errors_are_a_line(run: Run, place: list[str]) -> None:
         (("tenant", "create", "acme", "--concurrency", "0"), "concurrency must be > 0"),
         (("tenant", "create", "acme", "--weight", "0"), "weight must be 0.001 to 1000, got 0"),
         (("tenant", "delete", "acme"), "there is no tenant 'acme'"),
+        (("tenant", "change", "acme", "--pins", "3"), "there is no tenant 'acme'"),
+        (("tenant", "change", "acme", "--unset", "colour"), "'colour' is no limit"),
         (("key", "create"), "belongs to a tenant"),
         (("key", "create", "--role", "emperor"), "role 'emperor' is not known"),
         (("key", "create", "--role", "inference"), "is that of --api-key"),
