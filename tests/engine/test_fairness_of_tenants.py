@@ -64,6 +64,13 @@ class Load:
     def served(self) -> dict[str, float]:
         return {share.name: share.served for share in self.harness.scheduler.shares()}
 
+    def num_generated(self) -> Counter[str]:
+        """Tokens, by tenant."""
+        found: Counter[str] = Counter()
+        for name, outputs in self.harness.outputs.items():
+            found[name.rpartition("-")[0]] += sum(len(each.token_ids) for each in outputs)
+        return found
+
     def waits(self, tenant: str) -> list[int]:
         return sorted(steps for name, steps in self.first_steps.items() if name.startswith(f"{tenant}-"))
 
@@ -104,21 +111,20 @@ def test_service_is_in_proportion_to_the_weights() -> None:
 
 
 def test_time_away_is_no_credit() -> None:
-    """A tenant that comes and goes gets no more, while it is there, than one that always waits, beside the bound."""
+    """A tenant that comes and goes gets no more, while it is there, than one that always waits: its counter is lifted
+    to the other's. Without that it had 443 of 480 tokens."""
     load = Load()
     for _ in range(4):
         for _ in range(60):
             load.keep_waiting("steady", 4)
             load.step()
-        before = Counter(load.served())
+        before = load.num_generated()
         for _ in range(60):
             load.keep_waiting("steady", 4)
             load.keep_waiting("bursts", 4)
             load.step()
-        after = load.served()
-        gained = {tenant: after[tenant] - before[tenant] for tenant in after}
-        lifted = max(0.0, before["steady"] - before["bursts"]) if "bursts" in before else before["steady"]
-        assert abs(gained["bursts"] - lifted - gained["steady"]) <= bound(1.0)
+        gained = load.num_generated() - before
+        assert 0.4 <= gained["bursts"] / gained.total() <= 0.6, gained
         for name in list(load.harness.scheduler._states):
             if name.startswith("bursts"):
                 load.harness.scheduler.abort(name)
