@@ -1,10 +1,10 @@
 """The twin beside the engine: six cells, each predicted and then measured, on the same arrivals.
 
-    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 28 minutes
+    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 26 minutes
     python -m benchmarks.twin --calibration calibration.json --seconds 60
 A calibration is of one machine with its settings: give --threads and --requests-in-flight as they were. A machine's
-speed changes by some percent within half an hour, so it is calibrated in turns with the cells, before and after every
-two, and the twin has the mean of both. What disturbs steps is drawn: the median of --draws simulations counts.
+speed changes by some percent within half an hour, so it is calibrated again before every two cells. What disturbs
+steps is drawn: the median of --draws simulations counts.
 
 Rates are shares of the throughput that the twin predicts for requests that come all at once. A cell has an engine of
 its own, with all adapters registered; its arrivals, lengths and adapters are drawn once for both, and it runs --runs
@@ -30,7 +30,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import LoRARequest
 from loraplex.frontend.llm import LLM
 from loraplex.twin.calibrate import calibrate
-from loraplex.twin.calibration import Calibration, FrontTime
+from loraplex.twin.calibration import Calibration
 from loraplex.twin.results import SimulationResult
 from loraplex.twin.settings import TwinSettings
 from loraplex.twin.simulation import Simulation
@@ -71,7 +71,6 @@ CELLS_A_CALIBRATION = 2
 SATURATING_RATE = 1e4
 SATURATING_REQUESTS = 96
 WARM_UP_REQUESTS = 4
-FRONT_TIMES = tuple(each.name for each in fields(FrontTime))
 
 
 @dataclass(frozen=True)
@@ -287,16 +286,6 @@ def predict(calibration: Calibration, settings: TwinSettings, workload: Workload
     return replace(results[0], tokens_per_s=tokens_per_s, first_token_s=first_token_s, num_failed=num_failed)
 
 
-def mean_of(calibrations: Sequence[Calibration]) -> Calibration:
-    """Of one machine, at several times."""
-    first, count = calibrations[0], len(calibrations)
-    step_ms = {name: sum(each.step_ms[name] for each in calibrations) / count for name in first.step_ms}
-    times = [[getattr(each.front, name) for each in calibrations] for name in FRONT_TIMES]
-    front = FrontTime(*(sum(each) / count for each in times))
-    ratios = tuple(ratio for each in calibrations for ratio in each.step_ratios)
-    return replace(first, step_ms=step_ms, front=front, step_ratios=ratios)
-
-
 @dataclass
 class _Ran:
     works: list[StepWork]
@@ -377,17 +366,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [cell for cell in CELLS if args.cell in (None, cell.name)]
     args.adapters = max(cell.adapters for cell in cells) or 1
     made = fixture_for(args)
-    calibrations, measured = [calibration_of(made, args)], []
+    calibrations: list[Calibration] = []
+    rows = []
     for number, cell in enumerate(each(cells, lambda one: one.name)):
-        if number and number % CELLS_A_CALIBRATION == 0:
+        if number % CELLS_A_CALIBRATION == 0:
             calibrations.append(calibration_of(made, args))
         settings = settings_for(cell, args, calibrations[0].nbytes_of(args.rank))
         rate = cell.load * capacity(calibrations[-1], cell, settings, args.rank)
         num_requests = max(20, round(rate * cell.share * args.seconds))
-        measured.append(measure(cell, cell.workload(args.rank, rate, num_requests, args.seed), made, args, settings))
-    calibrations.append(calibration_of(made, args))
-    around = [mean_of(calibrations[number // CELLS_A_CALIBRATION :][:2]) for number in range(len(cells))]
-    rows = [row_of(*one, args.draws) for one in zip(measured, around, strict=True)]
+        workload = cell.workload(args.rank, rate, num_requests, args.seed)
+        rows.append(row_of(measure(cell, workload, made, args, settings), calibrations[-1], args.draws))
     title = title_of(made, args, f"{args.seconds:g} s of arrivals a cell, rank {args.rank}")
     console = wide_console()
     console.print(table_of(rows, title))

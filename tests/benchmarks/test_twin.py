@@ -12,7 +12,6 @@ from benchmarks.many_adapters import Counters
 from benchmarks.open_loop import Spread as MeasuredSpread
 from benchmarks.open_loop import Summary
 from loraplex.core import LoRARequest
-from loraplex.twin.calibration import FrontTime
 from loraplex.twin.results import Spread
 from loraplex.twin.simulation import Simulation
 from loraplex.twin.step_model import StepWork
@@ -82,18 +81,6 @@ def test_the_median_of_the_runs_counts() -> None:
     assert further.is_within_runs, "the runs are further apart than that"
     assert not replace(row, predicted=replace(predicted, tokens_per_s=170.0)).is_within_runs
     assert {figure: round(row.apart(figure), 3) for figure in row.figures} == dict.fromkeys(row.figures, 0.6)
-
-
-def test_the_twin_has_the_mean_of_two_calibrations() -> None:
-    """Of steps that take what one says, and twice as long."""
-    once = replace(calibration(), step_ratios=((1, 1.0), (300, 1.5)), front=FrontTime(1.0, 2.0, 3.0))
-    twice = replace(once, step_ms={name: 2 * ms for name, ms in once.step_ms.items()}, front=FrontTime(3.0, 4.0, 5.0))
-    mean = twin.mean_of([once, twice])
-    work = StepWork(40, 8, 100, 20, ((8, 40),))
-    assert mean.step_model().ms(work) == pytest.approx(1.5 * once.step_model().ms(work))
-    assert mean.front == FrontTime(2.0, 3.0, 4.0)
-    assert mean.step_ratios == 2 * once.step_ratios
-    assert twin.mean_of([once]) == once
 
 
 def test_steps_that_ran_are_what_the_model_says_of_them() -> None:
