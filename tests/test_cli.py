@@ -260,7 +260,7 @@ def test_version(run: Run) -> None:
         (["serve", BASE, "--port", "abc"], 'unable to convert "abc" into int'),
         (["serve", BASE, "--port", "99999"], "error: --port must be 0..65535, got 99999"),
         (["serve", BASE, "--max-num-seqs", "0"], "error: --max-num-seqs must be >= 1, got 0"),
-        (["serve", BASE, "--max-lora-rank", "0"], "error: --max-lora-rank must be 1..512, got 0"),
+        (["serve", BASE, "--max-lora-rank", "0"], "error: --max-lora-rank must be 1..4096, got 0"),
         (["serve", BASE, "--max-loras", "3", "--max-cpu-loras", "2"], "--max-cpu-loras (2) must be >= --max-loras (3)"),
         (["serve", BASE, "--adapter-floor", "1GiB"], "error: --adapter-floor needs --device-memory: without it"),
         (["serve", BASE, "--host", ""], "error: --host is empty"),

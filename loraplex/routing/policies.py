@@ -3,7 +3,7 @@
     place(needs, snapshots, policy, now_s) = argmin over those that fit of (policy.key(needs, snapshot), name)
 
 `pack`     the busiest runner that still fits, so that quiet ones drain and can be released (Punica, section 5)
-`latency`  the least estimated seconds to the first token: queue, weights on their way, prompt, rank
+`latency`  the least estimated seconds to the first token: queue, weights on their way, prompt, ranks
 `spread`   the shortest queue
 """
 
@@ -30,7 +30,7 @@ class Costs:
     """Seconds of what a request waits for; measured ones make `latency` exact, these make it order sensibly.
 
     tiers: until an adapter that is there can run. waiting_s: of each request in the queue; running_s: what one in the
-    batch adds. token_s: of each prompt token that is computed.
+    batch adds, rank_s a unit of its adapter's rank. token_s: of each prompt token that is computed.
     """
 
     tiers: Mapping[Tier, float] = field(
@@ -38,6 +38,7 @@ class Costs:
     )
     waiting_s: float = 0.25
     running_s: float = 0.01
+    rank_s: float = 1e-5
     token_s: float = 0.0005
 
     def seconds(self, needs: Needs, runner: Snapshot) -> float:
@@ -47,7 +48,7 @@ class Costs:
             + self.waiting_s * runner.num_waiting
             + self.running_s * runner.num_running
             + self.token_s * runner.num_uncached_tokens(needs)
-            + runner.rank_cost_s * needs.rank
+            + self.rank_s * runner.ranks
         )
 
 

@@ -31,8 +31,8 @@ class Snapshot:
     as full. num_free_kv_blocks, num_kv_blocks: of kv_block_tokens each; None where it is not known, and then it bounds
     nothing.
     tiers: where adapters are; one that is not there is at its source. prefix_digests: of prompts whose KV it probably
-    has. rank_cost_s: what a unit of rank adds to the seconds of a request. num_by_tenant, num_by_adapter: requests of
-    each. adapter_room: the share of its adapter memory that is free, 0 to 1.
+    has. ranks: of its requests' adapters, in all: each of their steps reads so much. num_by_tenant, num_by_adapter:
+    requests of each. adapter_room: the share of its adapter memory that is free, 0 to 1.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Snapshot:
     kv_block_tokens: int = 16
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     prefix_digests: Set[bytes] = frozenset()
-    rank_cost_s: float = 0.0
+    ranks: int = 0
     num_by_tenant: Mapping[str, int] = field(default_factory=dict)
     num_by_adapter: Mapping[str, int] = field(default_factory=dict)
     adapter_room: float = 1.0

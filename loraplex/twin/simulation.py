@@ -83,6 +83,7 @@ class _Runner:
         self.num_stalls = 0
         self.num_requests = 0
         self.num_tokens = 0
+        self.ranks = 0
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
 
@@ -98,6 +99,7 @@ class _Runner:
             kv_block_tokens=self._block_size,
             tiers=self.memory.tiers,
             prefix_digests=self.memory.prefixes.keys(),
+            ranks=self.ranks,
         )
 
     def hear(self) -> None:
@@ -182,6 +184,7 @@ class Simulation:
             runner = self._runners[int(name)]
         flight = self._flights[request_id] = _Flight(arrival, runner, needs)
         runner.num_requests += 1
+        runner.ranks += needs.rank
         runner.num_tokens += arrival.num_prompt_tokens
         runner.inbox.append((request_id, flight))
         if not runner.is_busy:
@@ -255,6 +258,7 @@ class Simulation:
             return
         del self._flights[output.request_id]
         flight.runner.num_requests -= 1
+        flight.runner.ranks -= flight.needs.rank
         flight.runner.num_tokens -= flight.arrival.num_prompt_tokens + flight.num_tokens
         if output.finish_reason is FinishReason.ERROR:
             figures.num_failed += 1

@@ -30,7 +30,7 @@ def snapshots_of(name: str) -> st.SearchStrategy[Snapshot]:
         num_free_kv_blocks=st.none() | st.integers(0, 20),
         tiers=st.dictionaries(st.sampled_from(ADAPTERS), st.sampled_from(Tier)),
         prefix_digests=st.frozensets(st.sampled_from(DIGESTS)),
-        rank_cost_s=st.floats(0, 0.01),
+        ranks=st.integers(0, 4096),
         num_by_tenant=st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 3)),
         adapter_room=st.floats(0, 1),
         is_healthy=st.integers(0, 4).map(bool),
@@ -168,8 +168,9 @@ def test_latency_leaves_the_resident_runner_when_its_queue_costs_more_than_a_loa
     assert place(Needs("sql"), [replace(resident, num_waiting=9), other], policy, NOW_S) == "b"
 
 
-def test_latency_counts_the_rank() -> None:
-    dear = Snapshot("a", NOW_S, rank_cost_s=0.01)
-    cheap = Snapshot("b", NOW_S, rank_cost_s=0.001)
-    assert place(Needs(rank=64), [dear, cheap], POLICIES["latency"], NOW_S) == "b"
-    assert place(Needs(rank=0), [dear, cheap], POLICIES["latency"], NOW_S) == "a"
+def test_latency_counts_the_ranks_of_what_runs() -> None:
+    dear = Snapshot("a", NOW_S, num_running=4, ranks=4 * 512)
+    cheap = Snapshot("b", NOW_S, num_running=5, ranks=5 * 8)
+    assert place(Needs(rank=8), [dear, cheap], POLICIES["latency"], NOW_S) == "b"
+    assert place(Needs(rank=8), [replace(dear, ranks=4 * 8), cheap], POLICIES["latency"], NOW_S) == "a"
+    assert place(Needs(rank=8), [dear, cheap], POLICIES["spread"], NOW_S) == "a"

@@ -42,7 +42,7 @@ class Runner:
         self.memory = KnownMemory()
         self.supervisor: EngineSupervisor  # which calls back
         self._num_requests = 0
-        self._num_tokens = 0
+        self._num_tokens = self._ranks = 0
         self._num_by_tenant: Counter[str] = Counter()
         self._num_by_adapter: Counter[str] = Counter()
         self._specs = specs
@@ -94,6 +94,7 @@ class Runner:
             kv_block_tokens=info.block_size,
             tiers=self.memory.tiers,
             prefix_digests=self.memory.prefixes.keys(),
+            ranks=self._ranks,
             num_by_tenant=self._num_by_tenant,
             num_by_adapter=self._num_by_adapter,
             adapter_room=1.0 - min(1.0, self._bytes_in_use / max(1, info.adapter_memory_bytes)),
@@ -105,6 +106,7 @@ class Runner:
         """Requests that came, or with negative numbers went; tokens that their KV has."""
         self._num_requests += num_requests
         self._num_tokens += num_tokens
+        self._ranks += num_requests * needs.rank
         for key, counts in ((needs.tenant, self._num_by_tenant), (needs.adapter, self._num_by_adapter)):
             if key is not None and num_requests:
                 counts[key] += num_requests
