@@ -20,19 +20,21 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 
 NUM_TOKENS = 24
 CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "block_size": 16}
-FAMILIES = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "llama4_text")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "llama4_text")
 
 
-@pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
+@pytest.mark.parametrize(("size", "is_full"), [(2, False), (2, True), (4, False), (4, True)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_over_two_ranks(zoo: ModelZoo, tmp_path: Path, family: str, is_full: bool) -> None:
+def test_experts_in_chunks_and_from_the_prefix_cache(
+    zoo: ModelZoo, tmp_path: Path, family: str, size: int, is_full: bool
+) -> None:
     base = zoo.base(family)
     paths = dict(adapters(zoo, base, tmp_path))
     if family in NOT_CONVERTED:
         paths = {name: path for name, path in paths.items() if not name.startswith("modules")}
     cases = [(None, zoo.fit_case(base, length=40, num_tokens=NUM_TOKENS))]
     cases += [(name, zoo.fit_case(base, path, length=12, num_tokens=NUM_TOKENS)) for name, path in paths.items()]
-    with opened(base, 2, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
+    with opened(base, size, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
         load(driver, paths)
         check(driver, cases, NUM_TOKENS)
         hits = driver.stats.num_prefix_hit_tokens

@@ -54,8 +54,10 @@ def test_two_ranks_say_what_transformers_and_peft_say(zoo: ModelZoo, family: str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("size", "is_full"), [(2, False), (2, True), (4, False), (4, True)])
-@pytest.mark.parametrize("family", CUT_BY_PARTS)
+@pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
+@pytest.mark.parametrize(
+    ("family", "size"), [*((each, 2) for each in CUT_BY_PARTS), *((each, 4) for each in MORE_FAMILIES)]
+)
 def test_in_chunks_from_the_prefix_cache_and_after_a_reload(
     zoo: ModelZoo, family: str, size: int, is_full: bool
 ) -> None:

@@ -1,5 +1,5 @@
-"""Every family and kind over two ranks, some over four, against transformers + peft in float32: alone, in one batch
-with the base model, in chunks, from the prefix cache and after a reload; fully sharded, too."""
+"""Every family and kind over two and four ranks, against transformers + peft in float32: alone, in one batch with the
+base model, in chunks, from the prefix cache and after a reload; fully sharded, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]  # the oracles of a 
 
 NUM_TOKENS = 24
 CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "block_size": 16}
-ON_FOUR = ("all linears", "DoRA", "IA3", "LoRA of both", "trained tokens apart", "added tokens, saved", "saved linears")
 RELOADED = ("LoRA of the head", "DoRA", "trained tokens", "saved linears", "added tokens", "all linears")
 
 
@@ -47,8 +46,9 @@ def matrix(request: pytest.FixtureRequest, zoo: ModelZoo) -> Matrix:
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
-def test_all_kinds_over_two_ranks(matrix: Matrix, is_full: bool) -> None:
-    with opened(matrix.base, 2, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_kinds_in_one_batch(matrix: Matrix, size: int, is_full: bool) -> None:
+    with opened(matrix.base, size, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
         load(driver, matrix.adapters)
         matrix.check(driver)
         hits = driver.stats.num_prefix_hit_tokens
@@ -64,11 +64,3 @@ def test_each_alone_over_two_ranks(matrix: Matrix) -> None:
         load(driver, matrix.adapters)
         for name in matrix.cases:
             matrix.check(driver, name)
-
-
-@pytest.mark.parametrize("is_full", [False, True], ids=["sharded", "fully sharded"])
-def test_some_over_four_ranks(matrix: Matrix, is_full: bool) -> None:
-    with opened(matrix.base, 4, replace(LORA, fully_sharded_loras=is_full), **CHUNKS) as driver:
-        load(driver, {name: matrix.adapters[name] for name in ON_FOUR})
-        for _ in range(2):
-            matrix.check(driver, None, *ON_FOUR)

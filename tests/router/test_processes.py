@@ -128,7 +128,7 @@ async def test_what_is_killed_under_load_fails_its_own_requests_alone(programs: 
         programs[0].kill()
         failed = [answer for answer in await load.stop() if answer.status_code != 200]
         assert {answer.json()["error"]["code"] for answer in failed} <= {"replica_lost"}
-        assert len(failed) <= 16, "each of those under way at most once"
+        assert len(failed) <= 12, "of 16 under way each of those at this replica, about half, at most once"
         for model, text in alone.items():
             assert (await ask(client, model)).json()["choices"][0]["text"] == text
         programs[0] = server(first)

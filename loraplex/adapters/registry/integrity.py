@@ -12,8 +12,9 @@ def check_integrity(table: NameTable) -> None:
     current, aliases, numbers = table.current, table.aliases, table.numbers
     has_usage = all(table.usage(name).num_loads for name in current)
     _check(table.last_numbers.keys() == current.keys() and has_usage, "a name has no counters")
-    _check(aliases.keys() <= current.keys(), "an alias has no version of its own")
-    _check(not aliases.keys() & set(aliases.values()), "an alias points to an alias")
+    aliases.check_integrity()
+    _check(all(name in current for name in aliases), "an alias has no version of its own")
+    _check(not any(aliases.is_target(name) for name in aliases), "an alias points to an alias")
     _check(table.history.names <= current.keys(), "a history has no name")
     _check(all(_is_remembered_right(table, name) for name in current), "a name has another history than versions")
     _check(numbers.is_consistent, "numbers do not match names")

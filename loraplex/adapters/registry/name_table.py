@@ -1,6 +1,6 @@
 """Which names and numbers there are, what answers for each, and which other versions are kept or still run.
 
-    answering(name)   = current[aliases.get(name, name)]
+    answering(name)   = current[aliases.resolve(name)]
     answering(name@N) = version N of name itself, current, kept or running; never redirected
 
 An alias is a name that was switched to another: it keeps its own version in `current` (evicted, ready to be switched
@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from loraplex.adapters.registry.adapter_name import address_text, is_one_version, split_address
 from loraplex.adapters.registry.adapter_numbers import AdapterNumbers
+from loraplex.adapters.registry.aliases import Aliases
 from loraplex.adapters.registry.records import Answer, NameChange, NameRecord, NameUsage
 from loraplex.adapters.registry.verbs import LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, PendingDrain
@@ -90,7 +91,7 @@ class NameTable:
         self.max_versions_kept = max_versions_kept
         self.current: dict[str, AdapterVersion] = {}
         self.kept: dict[str, list[AdapterVersion]] = {}
-        self.aliases: dict[str, str] = {}
+        self.aliases = Aliases()
         self.history = AnswerHistory()
         self.draining: dict[str, list[AdapterVersion]] = {}
         self.verbs: dict[str, Verb] = {}
@@ -105,7 +106,7 @@ class NameTable:
 
     def answering(self, name: str) -> AdapterVersion:
         """The version that serves requests for `name`, or for `name@N`; raises AdapterNotFoundError."""
-        version = self.current.get(self.aliases.get(name, name))
+        version = self.current.get(self.aliases.resolve(name))
         if version is None and name not in self.current:
             version = self._addressed(name)
         if version is None:
@@ -152,12 +153,12 @@ class NameTable:
         if isinstance(answer, int):
             versions = (self.current[name], *self.kept.get(name, ()))
             return next((version for version in versions if version.number == answer), None)
-        target = self.aliases.get(answer, answer)
+        target = self.aliases.resolve(answer)
         return None if target == self.aliases.get(name) else self.current.get(answer if target == name else target)
 
     def _answer(self, name: str) -> Answer | None:
         version = self.current.get(name)
-        return None if version is None else self.aliases.get(name, version.number)
+        return None if version is None else self.aliases.get(name) or version.number
 
     def own(self, name: str) -> AdapterVersion:
         """The version loaded under `name` itself, alias or not.
@@ -177,7 +178,7 @@ class NameTable:
         if version is None:
             return None
         name = version.ref.adapter_name
-        return name if self.current.get(self.aliases.get(name, name)) is version else address_text(name, version.number)
+        return name if self.current.get(self.aliases.resolve(name)) is version else address_text(name, version.number)
 
     def find(self, adapter_id: int) -> AdapterVersion | None:
         return self._by_id.get(adapter_id)
@@ -196,13 +197,6 @@ class NameTable:
     def has(self, version: AdapterVersion) -> bool:
         """Whether a version is current, or drains still."""
         return version.adapter_id in self._by_id
-
-    def aliases_of(self) -> dict[str, tuple[str, ...]]:
-        """The inverse of `aliases`."""
-        inverse: dict[str, tuple[str, ...]] = {}
-        for alias, target in self.aliases.items():
-            inverse[target] = (*inverse.get(target, ()), alias)
-        return inverse
 
     def name_of(self, lora_int_id: int) -> str:
         name = self.numbers.owner(lora_int_id)
@@ -288,7 +282,7 @@ class NameTable:
         self.history.note(name, self._answer(name), version.number)
         version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
         self.current[name] = self._by_id[version.adapter_id] = version
-        self.aliases.pop(name, None)
+        self.aliases.pop(name)
         self.last_numbers[name] = version.number
         usage = self._usage.get(name, NameUsage(name))
         self._usage[name] = replace(usage, num_loads=usage.num_loads + 1)
@@ -319,7 +313,7 @@ class NameTable:
 
     def _answer_for_itself(self, name: str) -> None:
         self.history.note(name, self._answer(name), self.current[name].number)
-        self.aliases.pop(name, None)
+        self.aliases.pop(name)
         self.touch(name)
 
     def _end_load(self, name: str, verb: Verb) -> None:
@@ -337,7 +331,7 @@ class NameTable:
             self._answer_for_itself(name)
             return ()
         self.history.note(name, self._answer(name), version.number)
-        self.aliases.pop(name, None)
+        self.aliases.pop(name)
         self.touch(name)
         self.kept[name].remove(version)
         version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
@@ -382,7 +376,7 @@ class NameTable:
         if verb is not None:
             self.call_off(verb)
         self.numbers.unbind(name)
-        self.aliases.pop(name, None)
+        self.aliases.pop(name)
         if version is None:
             return None
         del self.current[name], self.last_numbers[name], self._usage[name]
@@ -403,13 +397,14 @@ class NameTable:
         new = version.ref.adapter_name
         if self.current.get(new) is not version:
             raise AdapterNotFoundError(f"adapter {new!r} was unloaded while {old!r} was being switched to it")
+        self.aliases.check_room(old, new)
         if new in self.aliases:
             self._answer_for_itself(new)
         version.cancel_drain()
         leaving = self.current.get(old)
         if leaving is None:
             return ()
-        for name in (old, *(name for name, target in self.aliases.items() if target == old)):
+        for name in (old, *self.aliases.of(old)):
             self.history.note(name, self._answer(name), new)
             self.aliases[name] = new
             self.touch(name)
@@ -418,7 +413,7 @@ class NameTable:
     def is_content_answering(self, version: AdapterVersion) -> bool:
         """Whether what answers for the version's name now has the very same content, so that the two share memory."""
         name = version.ref.adapter_name
-        answering = self.current.get(self.aliases.get(name, name))
+        answering = self.current.get(self.aliases.resolve(name))
         return answering is not None and answering.ref.adapter_digest == version.ref.adapter_digest
 
     def is_content_named(self, version: AdapterVersion) -> bool:
@@ -540,7 +535,7 @@ class NameTable:
         if record is None:
             self._follow_unload(name)
             return
-        current_before, alias_before = self.current.get(name), self.aliases.pop(name, None)
+        current_before, alias_before = self.current.get(name), self.aliases.pop(name)
         had = [*filter(None, [current_before]), *self.kept.get(name, ())]
         usage = self._usage.get(name, record.usage)
         self.kept.pop(name, None)

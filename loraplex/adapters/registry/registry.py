@@ -195,7 +195,7 @@ class LoRARegistry:
     def target_of(self, name: str) -> str:
         """What a name was switched to, loaded or not; the name itself where it was not."""
         with self._lock:
-            return self._table.aliases.get(name, name)
+            return self._table.aliases.resolve(name)
 
     def address_of(self, adapter_id: int) -> str | None:
         """What a client writes for a version now: `sql`, or `sql@2` if the bare name means another; None: unknown."""

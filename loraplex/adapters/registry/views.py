@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -103,12 +104,12 @@ class Views:
             own_name = self._described(name).ref.adapter_name
         residency = self._residency([own_name])
         with self._lock:
-            return self._info(self._described(name), residency, self._table.aliases_of())
+            return self._info(self._described(name), residency)
 
     def infos(self, query: NameQuery) -> Iterator[AdapterInfo]:
         """One by one, so that a caller may stop."""
         with self._lock:
-            aliases, names = self._table.aliases_of(), list(self._table.current)
+            names = list(self._table.current)
         found = query.of(names)
         for start in range(0, len(found), NAMES_AT_ONCE):
             some = found[start : start + NAMES_AT_ONCE]
@@ -116,14 +117,17 @@ class Views:
             for name in some:
                 with self._lock:  # for one name at a time: requests take it too
                     version = self._table.current.get(name)
-                    info = None if version is None else self._info(version, residency, aliases)
+                    info = None if version is None else self._info(version, residency)
                 if info is not None:
                     yield info
 
     def loaded_from(self, origin: str) -> list[LoadedName]:
         """As LoRARegistry.loaded_from. Requests take the lock: what is counted under it is copied alone."""
         with self._lock:
-            current, switched = list(self._table.current.items()), {*self._table.aliases, *self._table.aliases.values()}
+            current, switched = (
+                list(self._table.current.items()),
+                {*itertools.chain.from_iterable(self._table.aliases.copy().items())},
+            )
             busy = {each.ref.adapter_name for each in self._table.versions() if each.num_references}
             busy |= self._table.verbs.keys()
         found = [
@@ -152,7 +156,7 @@ class Views:
         table, version = self._table, self._table.current.get(name)
         if version is None or version.is_pinned or name in table.verbs:
             return False
-        is_switched = name in table.aliases or name in table.aliases.values()
+        is_switched = name in table.aliases or table.aliases.is_target(name)
         is_busy = any(each.num_references for each in table.versions_of(name))
         is_meant = version.origin.startswith(origin) and version.last_used_time < used_before
         return is_meant and not (is_switched or is_busy)
@@ -167,12 +171,7 @@ class Views:
             adapter_ids = [version.adapter_id for name in names for version in self._table.versions_of(name)]
         return {each.adapter_id: each for each in self._store.list_adapters(adapter_ids)}
 
-    def _info(
-        self,
-        version: AdapterVersion,
-        residency: Mapping[int, AdapterResidency],
-        aliases: Mapping[str, tuple[str, ...]],
-    ) -> AdapterInfo:
+    def _info(self, version: AdapterVersion, residency: Mapping[int, AdapterResidency]) -> AdapterInfo:
         table, name = self._table, version.ref.adapter_name
         current, usage = table.own(name), table.usage(name)
         where = _where(version, residency)
@@ -184,7 +183,7 @@ class Views:
             ref=version.ref,
             origin=version.origin,
             alias_of=table.aliases.get(name) if version is current else None,
-            aliases=aliases.get(name, ()) if version is current else (),
+            aliases=table.aliases.of(name) if version is current else (),
             tier=where.tier,
             nbytes=where.nbytes,
             lora_slot=where.lora_slot,
