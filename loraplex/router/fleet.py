@@ -70,12 +70,12 @@ class Fleet:
     def choose(self, needs: Needs, tried: Collection[Replica] = ()) -> Replica | None:
         """Not one of those that were tried; None where no other one is open."""
         left = [replica for replica in self.replicas if replica not in tried]
-        if self._is_known(needs.adapter):
+        if self.is_known(needs.adapter):
             left = [replica for replica in left if not replica.names.lacks(str(needs.adapter))]
         name = place(needs, (replica.snapshot() for replica in left), self._policy, self._clock())
         return None if name is None else self._replicas[name]
 
-    def _is_known(self, adapter: str | None) -> bool:
+    def is_known(self, adapter: str | None) -> bool:
         """Whether a replica has it, or will again: then those without it are not asked."""
         return adapter is not None and any(
             replica.names.has(adapter) or replica.names.is_promised(adapter) for replica in self.replicas

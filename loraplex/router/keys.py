@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -76,6 +76,14 @@ class Keys:
             owners = [value.decode("latin-1") for name, value in answer.headers if name == _TENANT_HEADER]
             self._taken.put(tenant, _Taken(now_s, owners[0] if owners else None))
         return None
+
+    def meant(self, needs: Needs) -> Needs:
+        """With the whole name of a tenant's own adapter, where it wrote the short one: what replicas list."""
+        key = self._taken.get(needs.tenant)
+        if needs.adapter is None or key is None or not key.tenant:
+            return needs
+        own = f"{key.tenant}/{needs.adapter}"
+        return replace(needs, adapter=own) if self._fleet.is_known(own) else needs
 
     def learn_served(self, needs: Needs) -> None:
         """A replica has served the client with the adapter."""

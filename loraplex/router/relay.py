@@ -76,11 +76,11 @@ class Relayed(Response):
         self._metrics = metrics
         self._request = request
         self._body = body
-        self._needs = needs
+        self._needs = keys.meant(needs)
         self._max_attempts = max_attempts
         self._has_started = False
-        if needs.adapter is not None and (context := request_context.get()) is not None:
-            context.adapter = str(needs.adapter)
+        if self._needs.adapter is not None and (context := request_context.get()) is not None:
+            context.adapter = str(self._needs.adapter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -132,7 +132,7 @@ async def test_its_own_name_and_the_operators_are_promised_while_the_replica_is_
     admin = {"Authorization": f"Bearer {ADMIN}"}
     await fronts.replica.kill()
     await fronts.router.until(lambda: fronts.router.fleet.num_open == 1)
-    for name, headers in ((OWN, None), (OWN, admin), (HIDDEN, admin)):
+    for name, headers in ((OWN, None), ("own", None), (OWN, admin), (HIDDEN, admin)):
         assert {status for status, _ in await fronts.seen(name, headers)} == {503}
     fronts.replica.engine.state = None
     await fronts.replica.start()
@@ -169,3 +169,12 @@ async def test_guarded_metrics_are_not_a_tenants(tmp_path: Path) -> None:
         assert [each.status_code for each in answers] == [503, 403, 200]
         front.replica.engine.state = None
         await front.replica.start()
+
+
+async def test_a_tenants_short_name_goes_to_the_replica_that_has_it(fronts: Front) -> None:
+    await fronts.seen(NOWHERE)
+    _, before = await _asked(fronts)
+    for _ in range(4):
+        answer = await fronts.router.client.post("/v1/completions", json=completion("own"), headers=fronts.tenant)
+        assert answer.status_code == 200
+    assert (await _asked(fronts))[1] == before, "no other one was asked first"
