@@ -100,7 +100,8 @@ class Own:
         if not num_open:
             text = f"none of {num_all} replicas takes requests"
             raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
-        health = RouterHealth("ok", num_all, num_open, self._fleet.num_restoring, self._fleet.num_differing)
+        status = "ok" if num_open == num_all else "degraded"
+        health = RouterHealth(status, num_all, num_open, self._fleet.num_restoring, self._fleet.num_differing)
         return Response(msgspec.json.encode(health), media_type="application/json")
 
     async def version(self, request: Request) -> Response:
