@@ -299,7 +299,8 @@ async def test_what_a_prompt_was_made_of_does_not_wait_for_the_answer(kind: type
     path, own = "/v1/completions", {"prompt": "hi"}
     if kind is ChatCompletionRequest:
         messages = [{"role": "user", "content": "hi"}]
-        path, own = "/v1/chat/completions", {"messages": messages, "tools": [{"a": {}}], "tool_choice": "none"}
+        tool = {"type": "function", "function": {"name": "f"}, "a": {}}
+        path, own = "/v1/chat/completions", {"messages": messages, "tools": [tool], "tool_choice": "none"}
     earlier = [each for each in gc.get_objects() if type(each) is kind]  # of other tests
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
