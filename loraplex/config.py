@@ -20,6 +20,9 @@ QUANTIZATIONS = ("fp8", "int8", "int4", "int4-a16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn")
 SPECULATIVE_METHODS = ("n-gram",)
 MAX_SPECULATIVE_TOKENS = 32
+MAX_LORA_RANK = 4096
+"""Each token costs what its adapter's rank does, in a step that others wait for."""
+
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
@@ -128,7 +131,9 @@ class LoRAConfig:
         None, "most adapters on the device (vLLM's name; default: as many as fit)", group="Adapters"
     )
     max_cpu_loras: int | None = setting(None, "most adapters in host memory (vLLM's name; default: as many as fit)")
-    max_lora_rank: int | None = setting(None, "highest rank of an adapter, 1..4096 (vLLM's name; default: 4096)")
+    max_lora_rank: int | None = setting(
+        None, f"highest rank of an adapter, 1..{MAX_LORA_RANK} (vLLM's name; default: {MAX_LORA_RANK})"
+    )
     max_loaded_loras: int | None = setting(None, "most registered adapters (SGLang's name; default: no limit)")
     max_versions_kept: int = setting(
         2, "versions kept of each name, the current one included: what a rollback can return to"
@@ -208,8 +213,8 @@ class LoRAConfig:
             f"max_cpu_loras ({self.max_cpu_loras}) must be >= max_loras ({floor})",
         )
         _require(
-            self.max_lora_rank is None or 0 < self.max_lora_rank <= 4096,
-            f"max_lora_rank must be 1..4096, got {self.max_lora_rank}",
+            self.max_lora_rank is None or 0 < self.max_lora_rank <= MAX_LORA_RANK,
+            f"max_lora_rank must be 1..{MAX_LORA_RANK}, got {self.max_lora_rank}",
         )
         _require(
             self.max_loaded_loras is None or self.max_loaded_loras >= floor,

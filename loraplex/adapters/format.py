@@ -53,7 +53,7 @@ from loraplex.adapters.patterns import (
     pattern_values,
 )
 from loraplex.adapters.regular_file import Roots
-from loraplex.config import LoRAConfig
+from loraplex.config import MAX_LORA_RANK, LoRAConfig
 from loraplex.core import STRETCHED_ROPE_TYPES, LongContexts
 from loraplex.errors import AdapterFileFormatError, AdapterValidationError, shown
 
@@ -62,9 +62,6 @@ MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 ADALORA_SPARE = 1e-5
 """What peft adds to AdaLoRA's rank, by which it divides."""
-
-MAX_RANK = 4096
-"""Of a LoRA. Each token costs what its adapter's rank does, in a step that others wait for."""
 
 NOT_LINEAR_TARGETS = ("lm_head", "embed_tokens")
 """Last name components that 'all-linear' leaves out: peft excludes the output layer, and embeddings are no linears."""
@@ -168,8 +165,8 @@ class PEFTHelper:
         if self.kind is Kind.LORA and limit is not None and self.max_rank > limit:
             text = f"rank {self.max_rank} is above max_lora_rank {limit}"
             reasons.append(f"{text}; raise the limit or train with a lower rank")
-        elif self.kind is Kind.LORA and self.max_rank > MAX_RANK:
-            text = f"rank {self.max_rank} is above {MAX_RANK}, the highest that is served"
+        elif self.kind is Kind.LORA and self.max_rank > MAX_LORA_RANK:
+            text = f"rank {self.max_rank} is above {MAX_LORA_RANK}, the highest that is served"
             reasons.append(f"{text}; train with a lower rank, or cut it down by a singular value decomposition")
         if self.has_bias and not lora_config.bias_enabled:
             text = f"bias={self.bias!r}, lora_bias={self.lora_bias}"

@@ -20,7 +20,7 @@ from loraplex.adapters.sources.by_need import LoadsByNeed
 from loraplex.adapters.sources.opener import AdapterOpener, no_text
 from loraplex.adapters.sources.uploads import DEFAULT_LIMITS, UPLOAD_PREFIX, UploadLimits, UploadStore
 from loraplex.adapters.sources.uploads import FOLDER_NAME as UPLOADS
-from loraplex.config import EngineConfig, LoRAConfig, RegistryDatabase
+from loraplex.config import MAX_LORA_RANK, EngineConfig, LoRAConfig, RegistryDatabase
 from loraplex.core import AdapterChoice, AdapterMix, EngineInfo, LoRAMix, LoRARequest, MixPart, mix_digest
 from loraplex.errors import ConfigError, InvalidRequestError, LoraDisabledError, shortened
 from loraplex.frontend.adapter_updates import AdapterUpdates
@@ -262,7 +262,7 @@ def make_front(
             names,
             run_later=run_later,
             max_versions_kept=config.lora.max_versions_kept,
-            max_lora_rank=config.lora.max_lora_rank,
+            max_lora_rank=config.lora.max_lora_rank or MAX_LORA_RANK,
             journal=journal,
             on_change=on_change,
             abort_grace_s=abort_grace_s,

@@ -36,6 +36,9 @@ def test_an_adapter_has_so_many_aliases_and_no_more() -> None:
         aliases[f"n{number}"] = "new"
     aliases["first"] = "old"
     aliases.check_room("old", "new")
+    aliases["new"] = "old"
+    aliases.check_room("old", "new")  # it answers for itself again, and is no alias then
+    aliases.check_room("n0", "new")  # it goes there already
     aliases["second"] = "old"
     with pytest.raises(AdapterConflictError, match=f"{MAX_ALIASES + 1} names would go to that adapter, at most"):
         aliases.check_room("old", "new")

@@ -402,6 +402,29 @@ def test_a_switch_promotes_redirects_and_evicts(bench: Bench) -> None:
     assert bench.registry.describe("new").aliases == ("old",)
 
 
+def test_a_switch_beyond_the_names_that_may_go_to_an_adapter_moves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each switch of it writes them all, under the lock that requests take; their number had no bound."""
+    monkeypatch.setattr("loraplex.adapters.registry.aliases.MAX_ALIASES", 2)
+    for name in ("a", "b", "c", "new", "other"):
+        bench.registry.load(name, f"/{name}")
+    for name in ("a", "b"):
+        bench.registry.switch(name, "new")
+    bench.registry.preload("c")
+    before = bench.store.on_device(), bench.registry.refs()
+    with pytest.raises(AdapterConflictError, match="3 names would go to that adapter, at most 2 may"):
+        bench.registry.switch("c", "new")
+    with pytest.raises(AdapterConflictError, match="3 names"):
+        bench.registry.switch("new", "other")
+    assert (bench.store.on_device(), bench.registry.refs()) == before
+    assert bench.registry.describe("new").aliases == ("a", "b")
+    bench.registry.switch("a", "new")
+    assert sorted(bench.registry.describe("new").aliases) == ["a", "b"]
+    bench.registry.unload("b")
+    bench.registry.switch("c", "new")
+
+
 def test_requests_that_run_on_the_old_adapter_finish_on_it(bench: Bench) -> None:
     bench.registry.load("old", "/old")
     bench.registry.load("new", "/new")

@@ -64,11 +64,11 @@ class Aliases:
         return name in self._names
 
     def check_room(self, old: str, new: str) -> None:
-        """Raises AdapterConflictError when `old` and its aliases are more than `new` may have."""
-        num_aliases = len(self._names.get(new, ())) + len(self._names.get(old, ())) + 1
-        if num_aliases > MAX_ALIASES:
+        """Raises AdapterConflictError when `new` would have too many names, with `old` and those that go there."""
+        names = self._names.get(new, {}).keys() | self._names.get(old, {}).keys() | {old}
+        if len(names - {new}) > MAX_ALIASES:
             raise AdapterConflictError(
-                f"{old!r} cannot be switched to {new!r}: {num_aliases} names would go to that adapter, at most "
+                f"{old!r} cannot be switched to {new!r}: {len(names - {new})} names would go to that adapter, at most "
                 f"{MAX_ALIASES} may; unload names that are not used any more"
             )
 

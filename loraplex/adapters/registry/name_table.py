@@ -397,7 +397,6 @@ class NameTable:
         new = version.ref.adapter_name
         if self.current.get(new) is not version:
             raise AdapterNotFoundError(f"adapter {new!r} was unloaded while {old!r} was being switched to it")
-        self.aliases.check_room(old, new)
         if new in self.aliases:
             self._answer_for_itself(new)
         version.cancel_drain()

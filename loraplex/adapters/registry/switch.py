@@ -33,6 +33,8 @@ class AdapterSwitch:
             was_on_device = self._is_on_device(old)
             with self._lock:
                 leaving = self._table.current.get(old)
+                if leaving is not None:
+                    self._table.aliases.check_room(old, new)
             evicted, has_made_room = self._promote(version, leaving)
             with self._names.change() as table:
                 drains = table.redirect(old, version)
