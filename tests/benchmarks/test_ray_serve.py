@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 
 import httpx
@@ -55,3 +56,29 @@ def test_a_figure_below_the_target_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit) as end:
         ray_serve.main()
     assert end.value.code == 1
+
+
+async def test_loads_go_to_the_replicas_in_turn_and_are_asked_of_all() -> None:
+    loads: list[str] = []
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        replica = request.headers.get(REPLICA_HEADER, f"r{len(asked) % 2}")
+        (loads if request.url.path == "/v1/adapters" else asked).append(replica)
+        return httpx.Response(200, headers={REPLICA_HEADER: replica})
+
+    transport = httpx.MockTransport(answer)
+    client = functools.partial(httpx.AsyncClient, transport=transport)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_serve.httpx, "AsyncClient", client)
+        times = await ray_serve.measure_loads("http://front", ["a=/a", "b=/b", "c=/c"], 2)
+    assert loads == ["r0", "r1", "r0"]
+    assert asked[-6:] == ["r0", "r1"] * 3
+    assert all(0 < answered_s < all_s for answered_s, all_s in times)
+
+
+def test_loads_need_a_registry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["ray_serve", "--loads", "2"])
+    with pytest.raises(SystemExit):
+        ray_serve.main()
+    assert "go together" in capsys.readouterr().err

@@ -227,3 +227,42 @@ async def _check_replacement(url: str, program: Any, alone: dict[str, str]) -> N
         is_over = True
         await asyncio.gather(*loads)
         assert (await client.get("/health")).status_code == 200
+
+
+def test_a_replica_that_is_not_needed_is_drained_without_an_error(cluster: Cluster, alone: dict[str, str]) -> None:
+    """Serve adds one while many requests run at once, and takes it away while some still do."""
+    bounds = ["--ray-min-replicas", "1", "--ray-max-replicas", "2", "--ray-target-requests", "2"]
+    delays = ["--ray-upscale-delay-s", "1", "--ray-downscale-delay-s", "3", "--disable-dynamic-loading"]
+    with served(cluster, "--lora-modules", *modules(ADAPTERS), *bounds, *delays) as url:
+        asyncio.run(_check_scaling(url, alone))
+
+
+async def _check_scaling(url: str, alone: dict[str, str]) -> None:
+    most = 8
+    seen: set[str] = set()
+
+    async def load(number: int) -> None:
+        model = list(alone)[number % len(alone)]
+        while number < most:
+            answer = await client.post("/v1/completions", json=completion(model, 12))
+            assert (answer.status_code, text_of(answer)) == (200, alone[model])
+            seen.add(answer.headers[REPLICA_HEADER])
+
+    async def are(count: int) -> None:
+        while (await client.get("/health")).json()["available"] != count:
+            await asyncio.sleep(0.1)
+
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client, asyncio.timeout(240):
+        await are(1)
+        loads = [asyncio.ensure_future(load(number)) for number in range(most)]
+        await are(2)
+        while len(seen) < 2:
+            await asyncio.sleep(0.05)
+        most = 2
+        await are(1)
+        seen.clear()
+        while not seen:
+            await asyncio.sleep(0.05)
+        most = 0
+        await asyncio.gather(*loads)
+        assert len(seen) == 1
