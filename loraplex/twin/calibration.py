@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,13 @@ class Calibration:
 
     def nbytes_of(self, rank: int) -> int:
         return sum(self.sizes_of(rank))
+
+    def notes_on(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """What of a workload's ranks was not measured, in words."""
+        most, largest = max(self.adapter_bytes), max(ranks)
+        if largest <= most:
+            return ()
+        return (f"rank {largest} is beyond {most}, the highest that was measured: its times are drawn on as lines",)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")

@@ -147,6 +147,8 @@ def plan(
     else:
         _console().print(made.table())
         print(made.sentence())
+        for note in made.options[-1].result.notes:
+            print(note)
     return 0 if made.chosen is not None else 1
 
 

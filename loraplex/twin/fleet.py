@@ -374,7 +374,7 @@ class Fleet:
             utilization=tuple(min(1.0, each / seconds) for each in work),
             max_load=max(work) * len(work) / max(1e-9, sum(work)),
             wall_s=wall_s,
-            notes=("replicas without steps: waiting is an estimate",),
+            notes=("replicas without steps: waiting is an estimate", *self._calibration.notes_on(self._workload.ranks)),
         )
 
 

@@ -61,7 +61,7 @@ class Plan:
 
     def table(self) -> Table:
         title = f"P99: first token within {self.level.first_token_s:g} s, {self.level.inter_token_s:g} s between tokens"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
         headings = "devices", "adapters", "KV cache", "tok/s", "first ms", "gap ms", "wait ms", "misses", "busy", ""
         for heading in headings:
             table.add_column(heading, justify="right")

@@ -121,6 +121,7 @@ class Simulation:
     ) -> None:
         self._watch = watch
         self._block_bytes = calibration.block_bytes
+        self._notes = calibration.notes_on(workload.ranks)
         self._front = calibration.front
         self._arrivals: Arrivals = workload.arrivals()
         self._check_lengths(calibration.max_model_len)
@@ -316,6 +317,7 @@ class Simulation:
             utilization=tuple(min(1.0, each / seconds) for each in busy_s),
             max_load=max(busy_s) * len(busy_s) / max(1e-9, sum(busy_s)),
             wall_s=wall_s,
+            notes=self._notes,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from loraplex.errors import ConfigError
+from loraplex.twin.fleet import Fleet
 from loraplex.twin.planning import Option, Plan, make_plan
 from loraplex.twin.results import SimulationResult, Spread
-from loraplex.twin.settings import ServiceLevel, TwinSettings
+from loraplex.twin.settings import FleetSettings, ServiceLevel, TwinSettings
 from loraplex.twin.simulation import Simulation
 from loraplex.twin.workload import Workload
 from tests.twin.parts import ADAPTER_BYTES, MIB, calibration
@@ -107,6 +110,8 @@ def test_figures_and_table() -> None:
     assert figures["chosen"]["devices"] == plan.chosen.devices
     assert [each["step"] for each in figures["options"]] == [each.step for each in plan.options]
     assert plan.table().row_count == len(plan.options)
+    console = Console(width=80, file=io.StringIO())
+    assert console.measure(plan.table()).minimum <= 80
     assert f"{plan.chosen.devices} device" in plan.sentence()
     none = plan_for(ServiceLevel(first_token_s=0.001, max_devices=2))
     assert none.chosen is None
@@ -120,6 +125,15 @@ def test_plot(tmp_path: Path, ending: str) -> None:
     plan_for(ServiceLevel(first_token_s=0.6, inter_token_s=0.3)).plot(path)
     assert path.stat().st_size > 5000
     assert (b"PNG" if ending == "png" else b"<svg") in path.read_bytes()[:2000]
+
+
+def test_ranks_beyond_those_that_were_measured_are_said() -> None:
+    """Every simulation says it, of steps and of replicas without."""
+    beyond, within = (Workload(adapters=4, requests=20, ranks=ranks) for ranks in ((8, 64), (2, 16)))
+    text = "rank 64 is beyond 16, the highest that was measured: its times are drawn on as lines"
+    assert Simulation(calibration(), engine_settings(), beyond).run().notes == (text,)
+    assert not Simulation(calibration(), engine_settings(), within).run().notes
+    assert text in Fleet(calibration(), beyond, TwinSettings(), FleetSettings(replicas=2)).run().notes
 
 
 def test_levels_that_cannot_be() -> None:
