@@ -10,6 +10,8 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from starlette.requests import ClientDisconnect, Request
+
 from loraplex.adapters.registry import LoRARef
 from loraplex.adapters.registry.adapter_name import address_text
 from loraplex.adapters.sources.named import NamedSources
@@ -19,7 +21,7 @@ from loraplex.frontend.making import AdapterMaker
 from loraplex.processes.bounded import NUM_PROCESSES
 from loraplex.server.api_error import ApiError
 from loraplex.server.audit import Audit
-from loraplex.server.auth import KeyRing
+from loraplex.server.auth import KeyRing, client_of
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Connections
@@ -104,13 +106,16 @@ class ServerContext:
 
     @asynccontextmanager
     async def targets(
-        self, choices: Sequence[AdapterChoice], client: str
+        self, choices: Sequence[AdapterChoice], request: Request
     ) -> AsyncIterator[Mapping[AdapterChoice, Target]]:
         """Of the prompts of a request, by what they go through. An error in the block lets the adapters go; without one
-        they are held until `Generator.run` is over. Raises AdapterNotFoundError."""
+        they are held until `Generator.run` is over. Raises AdapterNotFoundError, and ClientDisconnect between two."""
+        client = client_of(request)
         with ExitStack() as stack:
             targets: dict[AdapterChoice, Target] = {}
             for choice, num_prompts in Counter(choices).items():
+                if targets and await request.is_disconnected():  # the tokenizers of hundreds take seconds
+                    raise ClientDisconnect
                 held = self.engine.hold_adapters(choice, num_prompts)
                 stack.callback(held.close)
                 held.text = text = await self.text_of(held.refs, client)

@@ -143,7 +143,7 @@ class OpenAIRoutes:
         adapters = await self._adapters_of(request, body, num_prompts, source)
         client = client_of(request)
         hide_targets(request, context.names, dict.fromkeys(adapters))
-        async with context.targets(adapters, client) as targets:
+        async with context.targets(adapters, request) as targets:
             params = await _sampling_params(body, targets)
             for each in params.values():
                 each.check_logprobs(num_prompts * body.n)
@@ -183,7 +183,7 @@ class OpenAIRoutes:
         client = client_of(request)
         adapter = await context.names.resolve(request, body.model, body.lora_path, body.mix)
         hide_targets(request, context.names, [adapter])
-        async with context.targets([adapter], client) as targets:
+        async with context.targets([adapter], request) as targets:
             target = targets[adapter]
             params, parser = self._with_tools(body, target)
             params.check_logprobs(body.n)

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
+from loraplex.adapters.registry import LoRARef
 from loraplex.errors import (
     AdapterUnavailableError,
     EngineDeadError,
@@ -20,6 +21,7 @@ from loraplex.errors import (
 )
 from loraplex.server import ServerConfig
 from loraplex.server.context import ServerContext
+from loraplex.server.engine_surface import TextSurface
 from loraplex.server.streaming import EventStream, merge
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
@@ -142,6 +144,29 @@ async def test_a_client_of_several_prompts_that_goes_away(app: FastAPI, engine: 
     await call.task
     assert engine.num_running == 0
     assert len(engine.aborted) == 3
+
+
+async def test_the_texts_of_adapters_are_made_no_longer_than_their_client_is_there(
+    app: FastAPI, engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of hundreds may have a tokenizer of its own, which takes tens of milliseconds."""
+    names, asked = [f"a{number}" for number in range(20)], list[str]()
+    for name in names:
+        await engine.load_adapter(name, f"/{name}")
+    text_of = engine.text_of
+
+    def texts(ref: LoRARef | None) -> TextSurface:
+        asked.append("" if ref is None else ref.adapter_name)
+        if len(asked) == 3:
+            call.disconnect()
+        return text_of(ref)
+
+    monkeypatch.setattr(engine, "text_of", texts)
+    call = AsgiCall(app, "/v1/completions", {**COMPLETION, "model": "base", "prompt": ["a"] * 20, "lora_path": names})
+    await call.task
+    assert asked == names[:3]
+    assert engine.registry is not None
+    assert engine.registry.num_references == 0
 
 
 async def test_a_stopped_server_task_aborts_too(app: FastAPI, engine: FakeAsyncEngine) -> None:
