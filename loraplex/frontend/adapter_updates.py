@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME, AdapterFolder, metadata_of
-from loraplex.adapters.registry import AdapterText, LoadResult, LoRARef, LoRARegistry, OpenedAdapter
+from loraplex.adapters.registry import (
+    AdapterText,
+    CheckAnswer,
+    LoadResult,
+    LoRARef,
+    LoRARegistry,
+    OpenedAdapter,
+    any_answer,
+)
 from loraplex.adapters.sources.uploads import UPLOAD_PREFIX, Upload, UploadStore
 from loraplex.core import AdapterSpec
 from loraplex.errors import (
@@ -63,12 +71,14 @@ def any_version(loaded: LoRARef | None) -> None:
 @dataclass(frozen=True, slots=True)
 class UpdateWish:
     """sha256: of the body, in hexadecimal digits; None: not said. check_loaded: is given what the name has, None for a
-    new one, and raises where it is not what the caller expects. check_size: as in `LoRARegistry.load`, of all files."""
+    new one, and raises where it is not what the caller expects. check_size: as in `LoRARegistry.load`, of all files;
+    check_answer: as there."""
 
     sha256: str | None = None
     check_loaded: Callable[[LoRARef | None], None] = any_version
     check_size: Callable[[int], None] | None = None
     is_pinned: bool = False
+    check_answer: CheckAnswer = any_answer
 
 
 class AdapterUpdates:
@@ -103,7 +113,14 @@ class AdapterUpdates:
             if wish.check_size is not None:
                 check_size = partial(self._check_size, upload, wish.check_size)
             source, began_s = f"{UPLOAD_PREFIX}{digest}", time.monotonic()
-            result = registry.receive(name, source, received, is_pinned=wish.is_pinned, check_size=check_size)
+            result = registry.receive(
+                name,
+                source,
+                received,
+                is_pinned=wish.is_pinned,
+                check_size=check_size,
+                check_answer=wish.check_answer,
+            )
             seconds, version = time.monotonic() - began_s, result.ref.adapter_version
             logger.info("adapter %r: %s from tensors in %.3f s (%d)", name, result.status.value, seconds, version)
             return result

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
+from loraplex.adapters.registry import AdapterInfo, CheckAnswer, LoadResult, LoadStatus, LoRARegistry
 from loraplex.adapters.source import narrowed_to
 from loraplex.errors import LoraplexError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS
@@ -316,7 +316,8 @@ class AdapterRoutes:
             result = await self._put(request, name, body)
             if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
                 async with self._quota.changing(request, name, is_pin=body.is_pinned):
-                    await self._engine.on_registry(LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, name)
+                    verb, check = LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, self._names.answer_check
+                    await self._engine.on_registry(verb, name, check(request, name))
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
         return _json(LoadReply.of(result, caller_of(request).scope), 201 if is_new else 200)
 
@@ -398,6 +399,7 @@ class AdapterRoutes:
                 lora_int_id=body.lora_int_id,
                 is_pinned=body.is_pinned,
                 check_size=check_size,
+                check_answer=self._names.answer_check(request, new_name),
             )
         return _json(LoadReply.of(result, caller_of(request).scope))
 
@@ -468,10 +470,13 @@ class AdapterRoutes:
         outcome = await self._verb(request, LoRARegistry.preload, name)
         return _json(ResidencyReply(scope.shown(name), outcome.is_new, scope.visible(outcome.evicted)))
 
-    async def _change(self, request: Request, name: str, verb: Callable[[LoRARegistry, str], bool]) -> Response:
+    async def _change(
+        self, request: Request, name: str, verb: Callable[[LoRARegistry, str, CheckAnswer], bool]
+    ) -> Response:
         self._registry(f"adapter {clipped(name)!r} was named")
         name = self._names.answering(request, name)
-        return _json(ResidencyReply(caller_of(request).scope.shown(name), await self._verb(request, verb, name)))
+        has_changed = await self._verb(request, verb, name, self._names.answer_check(request, name))
+        return _json(ResidencyReply(caller_of(request).scope.shown(name), has_changed))
 
     async def _verb(
         self, request: Request, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -484,7 +489,8 @@ class AdapterRoutes:
         is_pinned = wishes.get("is_pinned", False)
         async with self._quota.changing(request, name, is_load=True, is_pin=is_pinned) as check_size:
             with self._in_roots(request):
-                return await self._engine.on_registry(LoRARegistry.load, name, path, check_size=check_size, **wishes)
+                wishes |= {"check_size": check_size, "check_answer": self._names.answer_check(request, name)}
+                return await self._engine.on_registry(LoRARegistry.load, name, path, **wishes)
 
     def _in_roots(self, request: Request) -> AbstractContextManager[None]:
         """Around what fetches and opens: `_check_path` was before it waited for its turn."""

@@ -316,16 +316,17 @@ class LoadReply(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, result: LoadResult, scope: Scope = EVERYTHING) -> LoadReply:
-        """scope: of the caller, who learns of no other adapter that was evicted."""
+        """scope: of the caller, who learns of no other adapter that was evicted, or that answers since a switch."""
         ref, evicted = result.ref, scope.visible(result.evicted)
         is_silent = result.status is LoadStatus.LOADED_WITH_EVICTION and not evicted
+        is_seen = scope.may_see(ref.adapter_name)
         return cls(
             status=(LoadStatus.LOADED if is_silent else result.status).value,
             name=scope.shown_or_not(ref.adapter_name),
-            version=ref.adapter_version,
-            digest=ref.adapter_digest,
-            rank=ref.max_rank,
-            lora_int_id=ref.lora_int_id,
+            version=ref.adapter_version if is_seen else 0,
+            digest=ref.adapter_digest if is_seen else "",
+            rank=ref.max_rank if is_seen else 0,
+            lora_int_id=ref.lora_int_id if is_seen else None,
             evicted=evicted,
             load_s=result.load_s,
             previous_version=result.previous_version,

@@ -79,9 +79,8 @@ class TensorRoute:
                 wish = UpdateWish(sha256, check_loaded, check_size)
                 result = await self._engine.on_registry(updates.update, name, upload, wish)
         status = 201 if result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION) else 200
-        reply = encode(LoadReply.of(result, caller_of(request).scope))
-        headers = {"ETag": f'"{result.ref.adapter_digest}"'}
-        return Response(reply, status, headers, "application/json")
+        reply = LoadReply.of(result, caller_of(request).scope)
+        return Response(encode(reply), status, {"ETag": f'"{reply.digest}"'}, "application/json")
 
 
 def _sha256_of(request: Request, query: TensorsQuery) -> str | None:

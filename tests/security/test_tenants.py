@@ -552,6 +552,53 @@ async def test_a_name_that_was_switched_to_anothers_moves_no_memory_of_it(
     assert "private" not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "is_own_after"),
+    [
+        ("PUT", "/v1/adapters/sql", {}, False),
+        ("POST", "/v1/adapters", {"name": "sql", "path": "/srv/acme/sql"}, False),
+        ("POST", "/v1/adapters/copy/clone", {"name": "sql"}, False),
+        ("PUT", "/v1/adapters/sql", {"version": 1}, True),
+        ("PUT", "/v1/adapters/sql", {"path": "/srv/acme/sql"}, True),
+    ],
+)
+@pytest.mark.parametrize("target", ["private", "public", "beta/secret", "twin"])
+async def test_nothing_that_is_sent_with_a_pin_pins_what_answers_for_a_switched_name(
+    server: Tenancy,
+    acme: httpx.AsyncClient,
+    target: str,
+    method: str,
+    path: str,
+    body: dict[str, Any],
+    is_own_after: bool,
+) -> None:
+    """twin: the operator's, with the same content."""
+    registry = server.engine.registry
+    assert registry is not None
+    for copy in ("acme/copy", "twin"):
+        await server.engine.on_registry(LoRARegistry.clone, "acme/sql", copy)
+    for pinned in (True, False) if method == "PUT" else (True,):
+        await server.engine.on_registry(LoRARegistry.switch, "acme/sql", target)
+        await server.engine.on_registry(LoRARegistry.unpin if pinned else LoRARegistry.pin, target)
+        answer = await acme.request(method, path, json={**body, "is_pinned": pinned})
+        refused = 400 if path.endswith("/clone") and target != "twin" else 403
+        expected = (200, "acme/sql") if is_own_after else (refused, target)
+        assert (answer.status_code, registry.resolve("acme/sql").adapter_name) == expected, answer.text
+        assert target not in answer.text
+        assert registry.describe(target).is_pinned is not pinned
+        assert registry.describe("acme/sql").is_pinned is (is_own_after and pinned)
+
+
+async def test_what_a_load_says_of_a_switched_name_is_nothing_of_anothers(
+    server: Tenancy, acme: httpx.AsyncClient
+) -> None:
+    await server.engine.on_registry(LoRARegistry.load, "private", "/srv/newer", load_inplace=True)
+    await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+    told = (await acme.post("/v1/adapters", json={"name": "sql", "path": "/srv/acme/sql"})).json()
+    assert (told["status"], told["name"]) == ("already_loaded", "(another adapter)")
+    assert (told["version"], told["digest"], told["rank"], told["lora_int_id"]) == (0, "", 0, None)
+
+
 async def test_a_tenant_does_not_bring_back_what_an_operator_had_chosen(
     server: Tenancy, acme: httpx.AsyncClient
 ) -> None:

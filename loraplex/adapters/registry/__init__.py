@@ -23,7 +23,15 @@ if TYPE_CHECKING:
         VersionRecord,
     )
     from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, start_thread
-    from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
+    from loraplex.adapters.registry.verbs import (
+        CheckAnswer,
+        LoadResult,
+        LoadStatus,
+        LoadTurn,
+        SwitchResult,
+        UnloadResult,
+        any_answer,
+    )
     from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
     from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, VersionInfo, VersionState
 
@@ -42,7 +50,7 @@ _MODULES = {
         "VersionRecord",
     ),
     "registry": ("HeldAdapters", "LoRARegistry", "start_thread"),
-    "verbs": ("LoadResult", "LoadStatus", "LoadTurn", "SwitchResult", "UnloadResult"),
+    "verbs": ("CheckAnswer", "LoadResult", "LoadStatus", "LoadTurn", "SwitchResult", "UnloadResult", "any_answer"),
     "version": ("LoRARef", "OpenedAdapter"),
     "views": ("AdapterInfo", "LoadedName", "NameQuery", "VersionInfo", "VersionState"),
 }
@@ -51,6 +59,7 @@ _HOME_OF = {name: module for module, names in _MODULES.items() for name in names
 __all__ = [
     "AdapterInfo",
     "AdapterText",
+    "CheckAnswer",
     "DatabaseHealth",
     "DatabaseState",
     "HeldAdapters",
@@ -73,6 +82,7 @@ __all__ = [
     "VersionInfo",
     "VersionRecord",
     "VersionState",
+    "any_answer",
     "check_clients_name",
     "start_thread",
 ]

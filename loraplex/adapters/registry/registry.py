@@ -41,6 +41,7 @@ from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.switch import AdapterSwitch
 from loraplex.adapters.registry.verbs import (
     NO_TURN,
+    CheckAnswer,
     LoadResult,
     LoadStatus,
     LoadTurn,
@@ -48,6 +49,7 @@ from loraplex.adapters.registry.verbs import (
     OpenReceived,
     SwitchResult,
     UnloadResult,
+    any_answer,
 )
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, Views
@@ -224,6 +226,7 @@ class LoRARegistry:
         keeps_equal: bool = False,
         turn: LoadTurn = NO_TURN,
         check_size: Callable[[int], None] | None = None,
+        check_answer: CheckAnswer = any_answer,
         open_adapter: Callable[[], OpenedAdapter] | None = None,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
@@ -232,31 +235,19 @@ class LoRARegistry:
         name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
         version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
-        bytes of a new version before anything is changed; what it raises refuses the load. open_adapter: opens `path`
-        in its own way.
+        bytes of a new version before anything is changed; what it raises refuses the load. check_answer: of what would
+        be pinned. open_adapter: opens `path` in its own way.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
-        wish = LoadWish(
-            name,
-            path,
-            lora_int_id,
-            load_inplace,
-            is_pinned,
-            origin,
-            keeps_equal,
-            turn,
-            None,
-            None,
-            check_size,
-            open_adapter,
-        )
+        wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn)
+        wish = replace(wish, check_size=check_size, open_adapter=open_adapter, check_answer=check_answer)
         return self._pinned(wish, self._found_as_wished(wish) or self._loader.load(wish))
 
     def _pinned(self, wish: LoadWish, result: LoadResult) -> LoadResult:
         if wish.is_pinned and result.status is LoadStatus.ALREADY_LOADED:
-            self.pin(wish.name)
+            self.pin(wish.name, wish.check_answer)
         return result
 
     def _found_as_wished(self, wish: LoadWish) -> LoadResult | None:
@@ -276,12 +267,13 @@ class LoRARegistry:
         lora_int_id: int | None = None,
         is_pinned: bool = False,
         check_size: Callable[[int], None] | None = None,
+        check_answer: CheckAnswer = any_answer,
     ) -> LoadResult:
         """Make `new_name` resolve to what answers for `name` (or for `name@N`) now, under an id of its own.
 
         No file is read while the weights are in memory: names of one digest share them, on every tier, and its KV. From
         then on each is reloaded, pinned and unloaded by itself. A name that has this content already is a no-op that
-        says so; one that has another is refused (AdapterConflictError). check_size: as in `load`.
+        says so; one that has another is refused (AdapterConflictError). check_size, check_answer: as in `load`.
         """
         check_adapter_name(new_name, self._base_names)
         check_lora_int_id(new_name, lora_int_id)
@@ -291,7 +283,8 @@ class LoRARegistry:
             content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank, ref.text)
             self._check_content(new_name, name, spec.adapter_digest)
             wish = LoadWish(new_name, ref.lora_path, lora_int_id, False, is_pinned, "", False, NO_TURN, content)
-            result = self._loader.load(replace(wish, check_size=check_size))
+            wish = replace(wish, check_size=check_size, check_answer=check_answer)
+            result = self._loader.load(wish)
         finally:
             self.release(ref)
         self._check_content(new_name, name, spec.adapter_digest)
@@ -305,14 +298,16 @@ class LoRARegistry:
         *,
         is_pinned: bool = False,
         check_size: Callable[[int], None] | None = None,
+        check_answer: CheckAnswer = any_answer,
     ) -> LoadResult:
         """Make `name` resolve to what a client sent: a new version, or the first one. What has the content of the
         version that is loaded is no new version, which the result says. source: stands for it in lists.
 
-        received: opens it; what it raises refuses the load. check_size: as in `load`.
+        received: opens it; what it raises refuses the load. check_size, check_answer: as in `load`.
         """
         check_adapter_name(name, self._base_names)
         wish = LoadWish(name, source, None, True, is_pinned, "", True, NO_TURN, None, received, check_size)
+        wish = replace(wish, check_answer=check_answer)
         return self._pinned(wish, self._loader.load(wish))
 
     @property
@@ -451,9 +446,9 @@ class LoRARegistry:
 
     # ----------------------------------------------------------------------------- residency of what answers for a name
 
-    def pin(self, name: str) -> bool:
+    def pin(self, name: str, check_answer: CheckAnswer = any_answer) -> bool:
         """Promote, and exempt from eviction until it is unpinned, evicted or unloaded. Whether something changed."""
-        with self._verb_on(name) as (version, is_current):
+        with self._verb_on(name, check_answer) as (version, is_current):
             if not is_current:
                 raise InvalidRequestError(
                     f"{name!r} is not the version that answers for {version.ref.adapter_name!r}, "
@@ -465,17 +460,17 @@ class LoRARegistry:
         """Before a tenant pins `name`, which may not be there yet. Raises AdapterNoRoomError beyond its share."""
         self._store.check_pins(tenant, getattr(self._table.current.get(name), "adapter_id", None))
 
-    def unpin(self, name: str) -> bool:
-        with self._verb_on(name) as (version, is_current):
+    def unpin(self, name: str, check_answer: CheckAnswer = any_answer) -> bool:
+        with self._verb_on(name, check_answer) as (version, is_current):
             return is_current and self._drain.set_pin(version, False)  # else it has no pin
 
-    def evict(self, name: str) -> bool:
+    def evict(self, name: str, check_answer: CheckAnswer = any_answer) -> bool:
         """One tier down, which lifts a pin; the name still resolves. Whether something changed. `name@N` too."""
-        with self._verb_on(name) as (version, _):
+        with self._verb_on(name, check_answer) as (version, _):
             return self._drain.evict(version)
 
     @contextmanager
-    def _verb_on(self, name: str) -> Iterator[tuple[AdapterVersion, bool]]:
+    def _verb_on(self, name: str, check_answer: CheckAnswer) -> Iterator[tuple[AdapterVersion, bool]]:
         """The version that answers for `name` (or for `name@N`), and whether it is its adapter's current one.
 
         No other verb runs.
@@ -483,6 +478,7 @@ class LoRARegistry:
         with self._names.verb_on(self.resolve(name).adapter_name) as current:
             with self._lock:
                 version = current if name in self._table.current else self._table.answering(name)
+            check_answer(version.ref.adapter_name)
             yield version, version is current
 
     def preload(self, name: str) -> AddOutcome:

@@ -53,6 +53,14 @@ OpenReceived = Callable[[LoRARef | None, AdapterSpec | None], OpenedAdapter]
 changes meanwhile. What it raises refuses the load."""
 
 
+CheckAnswer = Callable[[str], None]
+"""Is told what answers for a name, and raises where its caller may not change that; no other verb runs meanwhile."""
+
+
+def any_answer(name: str) -> None:
+    """Whatever answers may be changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadWish:
     """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none.
@@ -60,6 +68,7 @@ class LoadWish:
     content: what is there is known, and is not opened: a clone. received: opens it instead of the path, of which it is
     no file. check_size: is told the bytes of the files before anything is changed, and raises where they are too many.
     open_adapter: opens the path, instead of what opens others, for a request, which then loads the weights.
+    check_answer: is told the adapter that answers for the name, before that is pinned.
     """
 
     name: str
@@ -74,6 +83,7 @@ class LoadWish:
     received: OpenReceived | None = None
     check_size: Callable[[int], None] | None = None
     open_adapter: Callable[[], OpenedAdapter] | None = None
+    check_answer: CheckAnswer = any_answer
 
 
 @dataclass(eq=False, slots=True)

@@ -72,17 +72,14 @@ class UploadRoute:
             fields, name = await self._receive(request, registry, upload)
             async with self._loads.of(client_of(request)), self._engine.updates.turn(name):
                 result = await self._load(request, name, upload, fields)
-        return Response(
-            encode(LoadReply.of(result, caller_of(request).scope)),
-            headers={"ETag": f'"{result.ref.adapter_digest}"'},
-            media_type="application/json",
-        )
+        reply = LoadReply.of(result, caller_of(request).scope)
+        return Response(encode(reply), headers={"ETag": f'"{reply.digest}"'}, media_type="application/json")
 
     async def _load(self, request: Request, name: str, upload: Upload, fields: UploadFields) -> LoadResult:
         check = partial(_check_loaded, clipped(fields.name), fields.load_inplace)
         sha256 = None if fields.sha256 is None else fields.sha256.lower()
         async with self._quota.changing(request, name, is_load=True, is_pin=fields.is_pinned) as check_size:
-            wish = UpdateWish(sha256, check, check_size, fields.is_pinned)
+            wish = UpdateWish(sha256, check, check_size, fields.is_pinned, self._names.answer_check(request, name))
             return await self._engine.on_registry(self._engine.updates.update, name, upload, wish)
 
     async def _receive(self, request: Request, registry: LoRARegistry, upload: Upload) -> tuple[UploadFields, str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from fastapi import Request
 
-from loraplex.adapters.registry import check_clients_name
+from loraplex.adapters.registry import CheckAnswer, check_clients_name
 from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.errors import AdapterNotFoundError, InvalidRequestError, TenantForbiddenError, shown
@@ -72,8 +72,12 @@ class CallersNames:
         """As `own`, of a verb on what answers for the name now: an operator may have switched it to another's."""
         found = self.own(request, name)
         if caller_of(request).scope.tenant is not None and self._engine.registry is not None:
-            self.check_own(request, self._engine.registry.resolve(found).adapter_name, found)
+            self.answer_check(request, found)(self._engine.registry.resolve(found).adapter_name)
         return found
+
+    def answer_check(self, request: Request, name: str) -> CheckAnswer:
+        """For a verb that changes what answers for `name`, whichever that is when it runs."""
+        return lambda answering: self.check_own(request, answering, name)
 
     def check_own(self, request: Request, registered: str, name: str = "") -> None:
         """Raises TenantForbiddenError. name: what the error says, if not what is registered."""
