@@ -109,7 +109,7 @@ class Own:
 
     async def metrics(self, request: Request) -> Response:
         if self._keys is not None:
-            if (refusal := await self._keys.refusal(request)) is not None:
+            if (refusal := await self._keys.refusal(request, is_fresh=True)) is not None:
                 return refusal
             self._keys.check_sees_all(request)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)

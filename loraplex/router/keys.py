@@ -56,11 +56,14 @@ class Keys:
         self._taken: Known[str | None, _Taken] = Known(MAX_KNOWN_KEYS)
         self._served: Known[tuple[str | None, str], None] = Known(MAX_SERVED)
 
-    async def refusal(self, request: Request) -> Response | None:
-        """A replica's answer to a client whose key it does not take. None for one that it takes, or where none says."""
+    async def refusal(self, request: Request, *, is_fresh: bool = False) -> Response | None:
+        """A replica's answer to a client whose key it does not take. None for one that it takes, or where none says.
+
+        is_fresh: it is asked now, since no replica sees the request: a key may have been revoked.
+        """
         tenant, now_s = tenant_of(credential_of(request.headers)), self._clock()
         known = self._taken.get(tenant)
-        if known is not None and now_s - known.at_s < FRESH_S:
+        if known is not None and not is_fresh and now_s - known.at_s < FRESH_S:
             return None
         replica = self._fleet.choose(Needs(tenant=tenant))
         if replica is None:
@@ -71,6 +74,7 @@ class Keys:
         except (NotSentError, LostError):
             return None
         if answer.status == 401:
+            self._taken.pop(tenant, None)
             return response_of(answer.status, answer_headers(answer), body)
         if answer.status < 500 and answer.status != 429:
             owners = [value.decode("latin-1") for name, value in answer.headers if name == _TENANT_HEADER]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 
@@ -169,6 +171,27 @@ async def test_guarded_metrics_are_not_a_tenants(tmp_path: Path) -> None:
         assert [each.status_code for each in answers] == [503, 403, 200]
         front.replica.engine.state = None
         await front.replica.start()
+
+
+async def test_a_revoked_key_reads_no_guarded_metrics_and_knows_no_names(tmp_path: Path) -> None:
+    """Although the router asks for other requests once in a while alone."""
+    async with _front(tmp_path, has_other=False, guard_metrics=True) as front, httpx.AsyncClient() as direct:
+        client, replica = front.router.client, front.replica
+        with closing(open_store(tmp_path, None)) as store:
+            key, secret = store.create_key(Role.READ_ONLY)
+            headers = {"Authorization": f"Bearer {secret}"}
+            while (await client.get("/metrics", headers=headers)).status_code != 200:
+                await asyncio.sleep(0.02)
+            store.revoke_key(key.key_id)
+        while (await direct.get(f"http://{replica.name}/v1/models", headers=headers)).status_code != 401:
+            await asyncio.sleep(0.02)
+        assert (await client.get("/metrics", headers=headers)).status_code == 401
+        await replica.kill()
+        await front.router.until(lambda: front.router.fleet.num_open == 0)
+        assert await front.seen(HIDDEN, headers) == await front.seen(NOWHERE, headers)
+        assert (await client.get("/metrics", headers=headers)).status_code == 503
+        replica.engine.state = None
+        await replica.start()
 
 
 async def test_a_tenants_short_name_goes_to_the_replica_that_has_it(fronts: Front) -> None:
