@@ -55,10 +55,8 @@ from loraplex.engine.waiting.queue import (
     CompilingRequests,
     WaitingQueue,
     arrival_index,
-    goes_after,
-    last_served,
-    seated_for,
 )
+from loraplex.engine.waiting.seats import MixSeats, goes_after, last_served, seated_for
 from loraplex.engine.waiting.service_levels import ServiceLevels, StepBudget
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
@@ -101,7 +99,7 @@ class Scheduler:
         self._paused: list[RequestState] = []  # those that wait and keep their KV, in order of arrival
         self._running: list[RequestState] = []  # in order of admission
         self._turns = AdapterTurns(residency, aging_steps)
-        self._mixes: Counter[tuple[MixPart, ...]] = Counter()  # of running requests
+        self._mixes = MixSeats()
         self._uncommitted: deque[SchedulePlan] = deque()  # the oldest first
         self._leaving: dict[str, RequestState] = {}  # ended, but a step in flight runs them
         self._failed: list[TokenOutput] = []  # ends that the next plan tells
@@ -285,10 +283,12 @@ class Scheduler:
         return seated if budget.fit(first) else None
 
     def _seated_for(self, first: RequestState) -> RequestState | None:
-        """None while a seat is free or more are taken than may be, and for a mix that needs more than one."""
-        if len(self._running) != self._max_running or self._seats_for(first.request.mix) > 1:
+        """None while there are seats for it, and where more are taken than may be. A mix gets one after another."""
+        num_needed = self._mixes.needed_for(first.request.mix)
+        num_left = self._max_running - len(self._running) - self._mixes.num_more
+        if num_needed <= num_left or (num_left < 0 and len(self._running) > 1):
             return None
-        return seated_for(first, self._running)
+        return seated_for(first, self._running, num_needed)
 
     def _next_tokens(self) -> Iterable[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""
@@ -344,12 +344,12 @@ class Scheduler:
 
     def _admit_from(self, admission: Admission, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
-        num_seats = self._max_running - self._num_seats_taken - sum(len(mix) - 1 for mix in self._mixes)
+        num_seats = self._max_running - self._num_seats_taken - self._mixes.num_more
         while budget.num_tokens > 0 and num_seats > 0 and (state := admission.next()) is not None:
             if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
                 admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
                 continue
-            num_taken = self._seats_for(state.request.mix)
+            num_taken = self._mixes.needed_for(state.request.mix)
             if num_taken > num_seats and self._running and state.request.mix not in blocked:
                 break  # first come, first served
             if not budget.fit(state):
@@ -365,11 +365,6 @@ class Scheduler:
             if not self._admit(state, budget, scheduled):
                 break  # out of KV, or of tokens of prompts: first come, first served
             num_seats -= num_taken
-
-    def _seats_for(self, mix: tuple[MixPart, ...]) -> int:
-        """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters, and
-        runs alone where there are not so many."""
-        return len(mix) if mix and mix not in self._mixes else 1
 
     @property
     def _num_seats_taken(self) -> int:
@@ -438,8 +433,7 @@ class Scheduler:
             self.num_prompt_tokens += state.num_prompt_tokens
         state.share.num_running += 1
         self._turns.begin(state)
-        if state.request.mix:
-            self._mixes[state.request.mix] += 1
+        self._mixes.begin(state.request.mix)
         budget.take(num_tokens, state)
         scheduled.append(ScheduledSequence.next_of(state, num_tokens))
         return True
@@ -564,8 +558,7 @@ class Scheduler:
         """Adapter reference and KV, unless it keeps that, return now, or when the last step that runs it commits."""
         self._running.remove(state)
         state.share.num_running -= 1
-        if state.request.mix:
-            self._mixes -= Counter((state.request.mix,))
+        self._mixes.end(state.request.mix)
         for adapter_id in state.request.adapter_ids:
             if not any(runs_on(other.request, adapter_id) for other in self._running):
                 self._turns.end(adapter_id)
@@ -592,7 +585,7 @@ class Scheduler:
         check_places(self._waiting, self._running, self._leaving.values())
         check_steps_in_flight(self._uncommitted, [*self._running, *self._leaving.values(), *self._waiting])
         assert self._turns.adapter_ids == self.adapters_of(RequestStatus.RUNNING)
-        assert self._mixes == Counter(state.request.mix for state in self._running if state.request.mix)
+        self._mixes.check_integrity(self._running)
         assert self._paused == [state for state in self._waiting if state.keeps_kv]
         self._waiting.check_integrity()
         states, active = self._states.values(), self._shares.active()

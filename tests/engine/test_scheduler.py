@@ -368,6 +368,30 @@ class TestMixes:
         assert set(ran(harness.step())) == {"same-0", "other"}
         harness.run()
 
+    @pytest.mark.parametrize("num_seats", [2, 4, 8])
+    @pytest.mark.parametrize("flood", [None, 1, (1, 2), (1, 2, 3)])
+    @pytest.mark.parametrize("light", [None, 4, (4, 5)])
+    def test_a_tenant_gives_seats_whatever_its_requests_go_through(
+        self, flood: int | tuple[int, ...] | None, light: int | tuple[int, ...] | None, num_seats: int
+    ) -> None:
+        """The seats of a mix are more than its requests, and a mix may need several: no tenant waits for an end."""
+        harness = Harness(seqs=num_seats, num_blocks=2048)
+        for index in range(4 * num_seats):
+            harness.add(f"flood{index}", adapter=flood, max_tokens=200, claim=Claim("a"))
+        for _ in range(4):
+            harness.step()
+        harness.add("light", adapter=light, max_tokens=3, claim=Claim("b"))
+        num_needed = len(light) if isinstance(light, tuple) else 1
+        is_one = isinstance(flood, tuple) and len(flood) >= num_seats  # a pause of it gives all seats
+        most = len(flood) if isinstance(flood, tuple) and is_one else num_seats - num_needed + 1
+        for _ in range(10):
+            harness.step()
+        ended = [output for output in harness.outputs.get("light", ()) if output.finish_reason is not None]
+        assert bool(ended) == (most > num_needed), "a seat is given by a tenant that has more of them even then"
+        for index in range(4 * num_seats):
+            harness.scheduler.abort(f"flood{index}")
+        harness.run()
+
     def test_a_mix_of_more_adapters_than_seats_runs_alone(self) -> None:
         harness = Harness(seqs=2)
         harness.add("first")

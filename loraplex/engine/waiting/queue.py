@@ -526,27 +526,5 @@ def arrival_index(state: RequestState) -> int:
     return state.arrival_index
 
 
-def last_served(states: Sequence[RequestState]) -> RequestState:
-    """Of requests in order of admission: of the tenant that was served most, then by priority, the newest."""
-    return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
-
-
-def seated_for(first: RequestState, running: Sequence[RequestState]) -> RequestState | None:
-    """Which of the running requests gives its seat to one that waits: of those whose tenants were served no less and
-    have more seats by weight even then, the one that is served last."""
-    tenant = first.share
-    num_seats = (tenant.num_running + 1) / tenant.weight
-    served_more = [each for each in running if each.share is not tenant and each.share.served >= tenant.place]
-    others = [state for state in served_more if state.share.num_running / state.share.weight > num_seats]
-    return last_served(others) if others else None
-
-
-def goes_after(state: RequestState, other: RequestState) -> bool:
-    """Whether its KV is given to the other: it came later, or its tenant was served more."""
-    if state.share is other.share:
-        return state.arrival_index > other.arrival_index
-    return state.share.served > other.share.served
-
-
 def _served(lane: _Lane) -> float:
     return lane.share.served

@@ -1,0 +1,66 @@
+"""Seats of the batch: how many of them mixes of adapters take, and which request gives its own, or its KV, to another.
+
+The batch needs a segment for each adapter of a mix: its first request takes as many seats, each further one of the same
+mix one. Where there are not so many, the first one runs alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from loraplex.core import MixPart
+from loraplex.engine.schedule_plan import RequestState
+from loraplex.engine.waiting.shares import TenantShare
+
+
+class MixSeats:
+    """Of the running requests; () is no mix."""
+
+    def __init__(self) -> None:
+        self._num_running: Counter[tuple[MixPart, ...]] = Counter()
+
+    @property
+    def num_more(self) -> int:
+        """Seats that are taken beside one for each request."""
+        return sum(len(mix) - 1 for mix in self._num_running)
+
+    def needed_for(self, mix: tuple[MixPart, ...]) -> int:
+        """Seats of a request more."""
+        return len(mix) if mix and mix not in self._num_running else 1
+
+    def begin(self, mix: tuple[MixPart, ...]) -> None:
+        if mix:
+            self._num_running[mix] += 1
+
+    def end(self, mix: tuple[MixPart, ...]) -> None:
+        if mix:
+            self._num_running -= Counter((mix,))
+
+    def check_integrity(self, running: Iterable[RequestState]) -> None:
+        assert self._num_running == Counter(state.request.mix for state in running if state.request.mix)
+
+
+def seated_for(first: RequestState, running: Sequence[RequestState], num_needed: int) -> RequestState | None:
+    """Which of the running requests gives its seat to one that waits and needs so many: of those whose tenants were
+    served no less and have more seats by weight even then, the one that is served last."""
+    tenant, of_mixes = first.share, Counter[TenantShare]()
+    for mix, state in {state.request.mix: state for state in running if state.request.mix}.items():
+        of_mixes[state.share] += len(mix) - 1  # one of its requests has them
+    num_seats = (tenant.num_running + of_mixes[tenant] + num_needed) / tenant.weight
+    served_more = {each.share for each in running if each.share is not tenant and each.share.served >= tenant.place}
+    giving = {each for each in served_more if (each.num_running + of_mixes[each]) / each.weight > num_seats}
+    others = [state for state in running if state.share in giving]
+    return last_served(others) if others else None
+
+
+def last_served(states: Sequence[RequestState]) -> RequestState:
+    """Of requests in order of admission: of the tenant that was served most, then by priority, the newest."""
+    return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
+
+
+def goes_after(state: RequestState, other: RequestState) -> bool:
+    """Whether its KV is given to the other: it came later, or its tenant was served more."""
+    if state.share is other.share:
+        return state.arrival_index > other.arrival_index
+    return state.share.served > other.share.served
