@@ -13,9 +13,9 @@ Policy: running requests first; then waiting ones, of the tenant that was served
 and arrival (waiting/queue.py): with one tenant and no priorities first come, first served. A request whose adapter is
 not there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
 requests are paused for one that is further behind. With n adapters waiting before it, one gets in within aging_steps +
-n * (aging_steps / 16 + the steps of a prompt) steps. Where all seats are taken, the tenant that was served least takes
-one, by a pause, from a tenant that was served more and has more seats by weight. A paused request keeps its KV as long
-as no other needs the memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
+n * (aging_steps / 16 + the steps of a prompt) steps. Where all seats, or all KV, are taken, the tenant that was served
+least takes some, by pauses, from a tenant that was served more and has more seats by weight. A paused request keeps its
+KV as long as no other needs the memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._paused: list[RequestState] = []  # those that wait and keep their KV, in order of arrival
         self._running: list[RequestState] = []  # in order of admission
+        self._lacks_kv: RequestState | None = None  # the request that was to be admitted, but for KV
         self._turns = AdapterTurns(residency, aging_steps)
         self._mixes = MixSeats()
         self._uncommitted: deque[SchedulePlan] = deque()  # the oldest first
@@ -283,10 +284,12 @@ class Scheduler:
         return seated if budget.fit(first) else None
 
     def _seated_for(self, first: RequestState) -> RequestState | None:
-        """None while there are seats for it, and where more are taken than may be. A mix gets one after another."""
+        """None while there are seats and KV for it, and where more are taken than may be. What needs more than one
+        gives gets one after another."""
         num_needed = self._mixes.needed_for(first.request.mix)
         num_left = self._max_running - len(self._running) - self._mixes.num_more
-        if num_needed <= num_left or (num_left < 0 and len(self._running) > 1):
+        has_room = num_needed <= num_left and first is not self._lacks_kv
+        if has_room or (num_left < 0 and len(self._running) > 1):
             return None
         return seated_for(first, self._running, num_needed)
 
@@ -336,6 +339,7 @@ class Scheduler:
         return False
 
     def _schedule_waiting(self, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
+        self._lacks_kv = None
         admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
         try:
             self._admit_from(admission, scheduled, budget)
@@ -418,6 +422,7 @@ class Scheduler:
                     self._drop_kv(state)
                 self._release_adapter(state)
         if not is_reserved:
+            self._lacks_kv = state if num_tokens > 0 else None
             return False
         waited_for = self._waiting.remove(state)
         self._running.append(state)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ ENGINE_MODULE = "loraplex.frontend.process"
 ENGINE_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 10.0
 """How long a call that only reads is waited for. An engine answers between two steps."""
+
+RECEIVE_S = 0.02
+"""How long messages of an engine are read before others have their turn."""
 
 SPINNING = {"GOMP_SPINCOUNT": "1000"}
 """For stock torch, where there are no native kernels: its threads sleep after microseconds of waiting, not after
@@ -242,13 +246,18 @@ class EngineClient:
         return ready.done() and not ready.cancelled() and ready.exception() is None
 
     async def _receive(self) -> None:
+        """What is there is read in one turn of the event loop, RECEIVE_S at most: several outputs of a request are then
+        one event of its stream. One message a turn would fall behind where the events of a turn take longer than a
+        step, as those of two engines do, and nothing would hold the engine back."""
         while True:
             data = await self._socket.recv()
             if self._heartbeat is not None:
                 self._heartbeat.heard()
+            ends_s = time.monotonic() + RECEIVE_S
             self._take(data)
-            # A message that is there already is read without a pause: others have their turn first.
-            await asyncio.sleep(0)
+            while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN and time.monotonic() < ends_s:
+                self._take(await self._socket.recv())
+            await asyncio.sleep(0)  # others have their turn before what came meanwhile
 
     async def _count_silence(self, heartbeat: Heartbeat) -> None:
         assert self._process is not None

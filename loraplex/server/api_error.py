@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,21 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    response = error_response(error)
+    forget_frames(error)
+    return response
+
+
+def forget_frames(error: BaseException) -> None:
+    """Of an error that is answered: let go of what its frames had, such as the request's body.
+
+    Where one of them refers to the error, as those of a template and of a shared load do, all of it would stay until a
+    full collection of garbage, which a server has rarely.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
 
 
 async def _answer_validation(request: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex.sampling_params import Claim
 from loraplex.server.access import Access, StrictRoute, clean_error, requires
-from loraplex.server.api_error import ApiError
+from loraplex.server.api_error import ApiError, forget_frames
 from loraplex.server.auth import KEYLESS, TENANT_HEADER, caller_of, client_of
 from loraplex.server.body import Model
 from loraplex.server.chat_completions import ChatRenderer
@@ -389,9 +389,11 @@ async def _events(
     except LoraplexError as error:
         generation.clean(error)
         yield renderer.failure(error)
+        forget_frames(error)
     except Exception as error:
         _log.exception("a stream failed")
         yield renderer.failure(error)
+        forget_frames(error)
     if renderer.end:
         yield renderer.end
 

@@ -47,6 +47,12 @@ GC_THRESHOLDS = (25_000, 1, 5000)
 together: seconds in which no request is answered. With these a young collection takes some 5 ms, a middle one of at
 most 50,000 objects 30 ms, and an old one is rare: thousands of waiting requests have hundreds of thousands of them."""
 
+COLLECT_TICKS, COLLECT_BUSY_TICKS = 300, 3000
+"""uvicorn's, 0.1 s each, between two full collections: what a cycle of references keeps, an error and its request,
+would else stay. One takes milliseconds while few requests are there, and is rarer while many are."""
+
+FEW_REQUESTS = 64
+
 LAST_WORDS_S = 5.0
 """After the grace, how long the error of an aborted request may take to reach its client."""
 
@@ -169,6 +175,12 @@ class DrainingServer(uvicorn.Server):
         self.servers = cast("list[asyncio.base_events.Server]", listeners)
         self.started = True
         self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        is_quiet = self._context.num_in_flight <= FEW_REQUESTS
+        if counter % (COLLECT_TICKS if is_quiet else COLLECT_BUSY_TICKS) == 0:
+            gc.collect()
+        return await super().on_tick(counter)
 
     def _protocol(self, slot: Slot) -> asyncio.Protocol:
         protocol_class = cast("type[BoundedHttpProtocol]", self.config.http_protocol_class)

@@ -117,6 +117,7 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         return
     queue: asyncio.Queue[tuple[int, T] | _End] = asyncio.Queue(maxsize=len(sources))
     pumps: list[asyncio.Future[None]] = []
+    entry: tuple[int, T] | _End | None = None
     num_running = len(sources)
     try:
         for index, source in enumerate(sources):
@@ -132,14 +133,17 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                 num_running -= 1
     finally:
         await _cancel(pumps)
+        entry = None  # an error that its own frames refer to would keep the request until a collection of all garbage
+        while not queue.empty():
+            queue.get_nowait()
 
 
 async def _pump(index: int, source: AsyncGenerator[T, None], queue: asyncio.Queue[tuple[int, T] | _End]) -> None:
-    end = _End(None)
     try:
         async with contextlib.aclosing(source):
             async for item in source:
                 await queue.put((index, item))
     except Exception as error:
-        end = _End(error)
-    await queue.put(end)
+        await queue.put(_End(error))
+    else:
+        await queue.put(_End(None))

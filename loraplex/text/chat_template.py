@@ -9,6 +9,7 @@ each message may be as long as a body.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -61,9 +62,21 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """jinja2's own writes lines of the template into the traceback, by frames that refer to one another: all of the
+        chat would stay until a collection of garbage."""
+        error = sys.exception()
+        assert error is not None, "jinja2 calls it for what was raised"
+        try:
+            raise error
+        finally:
+            del error
+
+
 @lru_cache(maxsize=32)
 def _compile_template(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -256,6 +256,23 @@ class TestBudgets:
         assert harness.reason("short") is FinishReason.LENGTH
         harness.run()
 
+    @pytest.mark.parametrize("num_rows", [2, 4, 8])
+    def test_a_tenant_gives_kv_as_it_gives_seats(self, num_rows: int) -> None:
+        """A long prompt that came first waited for the ends of another tenant's requests, and held up a third's."""
+        harness = Harness(num_blocks=16 * num_rows, tokens=64, seqs=2 * num_rows)
+        for index in range(num_rows):
+            harness.add(f"a{index}", 64, max_tokens=60, cache_salt=f"{index}", claim=Claim("a"))
+        while harness.blocks.num_free_blocks > num_rows:
+            harness.step()
+        harness.add("long", 16 * num_rows * 4, max_tokens=2, cache_salt="l", claim=Claim("b"))
+        harness.add("short", 4, max_tokens=2, cache_salt="s", claim=Claim("c"))
+        before = len(harness.plans)
+        harness.run()
+        assert last_step(harness, "short") - before < 8
+        assert last_step(harness, "long") - before < 4 * num_rows
+        assert max(last_step(harness, f"a{index}") for index in range(num_rows)) > last_step(harness, "long")
+        assert {len(harness.tokens(f"a{index}")) for index in range(num_rows)} == {60}
+
     def test_short_prompts_leave_half_of_a_step_to_a_long_one(self) -> None:
         harness = Harness(num_blocks=512, tokens=16)
         harness.add("long", 160, max_tokens=1, cache_salt="l")

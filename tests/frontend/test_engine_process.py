@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+import zmq
 
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
@@ -34,6 +35,7 @@ from loraplex.errors import (
     ModelWeightError,
 )
 from loraplex.events import EventKind
+from loraplex.frontend import client as frontend_client
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.client import EngineClient
 from tests.frontend.processes import (
@@ -379,6 +381,46 @@ async def test_a_start_that_is_called_off_leaves_nothing(monkeypatch: pytest.Mon
     with pytest.raises(asyncio.CancelledError):
         await within(starting)
     assert not is_running(pid)
+
+
+class FullSocket:
+    """Whose messages are there already. recv waits for ever after the last one."""
+
+    def __init__(self, count: int) -> None:
+        self.left = [b"%d" % number for number in range(count)]
+
+    async def recv(self) -> bytes:
+        while not self.left:
+            await asyncio.sleep(3600)
+        return self.left.pop(0)
+
+    def get(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLIN if self.left else 0
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_messages_that_are_there_are_read_before_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """One for each turn of the loop fell seconds behind two engines, whose streams took longer than their steps. At
+    most for a time, which others wait."""
+    client = EngineClient(demo_config(), lambda outputs: None, lambda error: None)
+    if is_slow:
+        monkeypatch.setattr(frontend_client, "RECEIVE_S", -1.0)
+    taken: list[tuple[int, bytes]] = []
+    turn = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_socket", FullSocket(5))
+        patch.setattr(client, "_take", lambda data: taken.append((turn, data)))
+        receiving = asyncio.create_task(client._receive())
+        for turn in range(12):  # noqa: B007  # what is taken says which
+            await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+    await client.stop()
+    assert [data for _, data in taken] == [b"0", b"1", b"2", b"3", b"4"]
+    assert len({turn for turn, _ in taken}) == (5 if is_slow else 1)
 
 
 async def test_an_end_that_is_called_off_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import pytest
 from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig, bind
 from loraplex.server import run as server_run
-from loraplex.server.run import GC_THRESHOLDS
+from loraplex.server.run import COLLECT_BUSY_TICKS, COLLECT_TICKS, FEW_REQUESTS, GC_THRESHOLDS
 from loraplex.testing import FakeAsyncEngine
 from tests.server.live_server import LiveServer
 from tests.server.sse import events
@@ -370,6 +370,27 @@ async def test_objects_of_large_answers_are_not_looked_at_again_and_again(monkey
         gc.set_threshold(*before)
         gc.unfreeze()
     assert found == [server_run.GC_THRESHOLDS]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "ticks", "is_collected"),
+    [
+        (0, COLLECT_TICKS - 1, False),
+        (FEW_REQUESTS, COLLECT_TICKS, True),
+        (FEW_REQUESTS + 1, COLLECT_TICKS, False),
+        (FEW_REQUESTS + 1, COLLECT_BUSY_TICKS, True),
+    ],
+)
+async def test_cycles_are_looked_for_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, num_requests: int, ticks: int, is_collected: bool
+) -> None:
+    engine, config = FakeAsyncEngine(), ServerConfig(port=0)
+    server = server_run.make_server(engine, config, lambda context: None)
+    monkeypatch.setattr(type(server._context), "num_in_flight", num_requests)
+    found: list[None] = []
+    monkeypatch.setattr(gc, "collect", lambda: found.append(None))
+    await server.on_tick(ticks)
+    assert bool(found) == is_collected
 
 
 def test_no_usual_collection_looks_at_many_objects() -> None:

@@ -105,7 +105,10 @@ class OutputStream:
                 is_finished = output.finished
                 yield output
             if self._error is not None and not is_finished:
-                raise self._error
+                try:
+                    raise self._error
+                finally:
+                    self._error = None  # its frames have this stream: a cycle, which has all of the request
 
 
 class Mover:
