@@ -24,6 +24,7 @@ import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 
 from loraplex.core import (
     BlockAllocator,
@@ -56,7 +57,7 @@ from loraplex.engine.waiting.queue import (
     WaitingQueue,
     arrival_index,
 )
-from loraplex.engine.waiting.seats import MixSeats, goes_after, last_served, seated_for
+from loraplex.engine.waiting.seats import MixSeats, borrowers_of, goes_after, last_served, seated_for
 from loraplex.engine.waiting.service_levels import ServiceLevels, StepBudget
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
@@ -98,15 +99,15 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._paused: list[RequestState] = []  # those that wait and keep their KV, in order of arrival
         self._running: list[RequestState] = []  # in order of admission
-        self._lacks_kv: RequestState | None = None  # the request that was to be admitted, but for KV
+        self._lacks_kv: RequestState | None = None  # the first that was to be admitted, but for KV
+        self._past_it: list[RequestState] = []  # of other tenants, that went past such a request
         self._turns = AdapterTurns(residency, aging_steps)
         self._mixes = MixSeats()
         self._uncommitted: deque[SchedulePlan] = deque()  # the oldest first
         self._leaving: dict[str, RequestState] = {}  # ended, but a step in flight runs them
         self._failed: list[TokenOutput] = []  # ends that the next plan tells
         self._num_arrivals = 0
-        self.num_preemptions = self.num_pauses = 0
-        self.num_prompt_tokens = self.num_generated_tokens = 0
+        self.num_preemptions = self.num_pauses = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_finished: Counter[str] = Counter()
         self.num_admitted: Counter[str] = Counter()
 
@@ -149,8 +150,7 @@ class Scheduler:
         return None if state is None else self._finish(state, FinishReason.ABORT)
 
     def withdraw(self, request_id: str) -> int | None:
-        """Forget a request that `has`, since it goes on in another engine; returns its `Request.num_cached_tokens`
-        there."""
+        """Forget a request that `has`, since it goes on in another engine; its `Request.num_cached_tokens` there."""
         state = self._states[request_id]
         self._leave(state)
         return state.num_cached_tokens
@@ -168,16 +168,14 @@ class Scheduler:
         return sorted([*others, *self._waiting.states_of(adapter_id)], key=arrival_index)
 
     def forget_kv(self, adapter_digest: str) -> None:
-        """What an adapter's content computed is not to be used again: paused requests compute theirs again, running
-        ones keep it."""
+        """Drop what an adapter's content computed. Paused requests compute theirs again, running ones keep it."""
         self._blocks.drop_digest(adapter_digest)
         for state in list(self._paused):
             if has_content(state.request.adapter_digest, adapter_digest):
                 self._drop_kv(state)
 
     def throttle(self, share: int) -> None:
-        """Admit requests up to one in `share` of the batch's places (at least one); 1 is as many as ever. Those that
-        run go on."""
+        """Admit up to one in `share` of the batch's places, at least one; 1: as many as ever. Those that run go on."""
         self._max_running = max(1, self._max_num_seqs // share)
 
     @property
@@ -215,9 +213,8 @@ class Scheduler:
     def needs_commit(self) -> bool:
         """Whether the step in flight has to be committed before the next is scheduled: the one place for this rule.
 
-        So when the next step of a running request depends on more of it than a token's id; and when a running request
-        has to be paused, for lack of KV or for an adapter that waited too long: a request in a step in flight keeps its
-        place.
+        So when the next step of a running request depends on more of it than a token's id; and when one has to be
+        paused: a request in a step in flight keeps its place.
         """
         if not self._uncommitted:
             return False
@@ -226,6 +223,7 @@ class Scheduler:
             or not all(self._reserve(state, num_tokens) for state, num_tokens in self._next_tokens())
             or bool(self._turns.to_pause(self._waiting, self._running))
             or self._seat_to_give() is not None
+            or bool(self._borrowers())
         )
 
     def schedule(self) -> SchedulePlan:
@@ -242,8 +240,11 @@ class Scheduler:
         paused = [] if self._uncommitted else self._turns.call(self._waiting, self._running)
         for state in paused:
             self._give_way(state, keeps_kv=True)
-        if not self._uncommitted and (seated := self._seat_to_give()) is not None:
-            self._give_way(seated, keeps_kv=True)
+        if not self._uncommitted:
+            if (seated := self._seat_to_give()) is not None:
+                self._give_way(seated, keeps_kv=True)
+            for state in self._borrowers():
+                self._give_way(state, keeps_kv=False)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, budget)
         budget.give_back(scheduled)
@@ -283,6 +284,10 @@ class Scheduler:
             budget.take(num_tokens, state)
         return seated if budget.fit(first) else None
 
+    def _borrowers(self) -> list[RequestState]:
+        first = self._lacks_kv
+        return [] if first is None or first not in self._waiting else borrowers_of(first, self._past_it, self._blocks)
+
     def _seated_for(self, first: RequestState) -> RequestState | None:
         """None while there are seats and KV for it, and where more are taken than may be. What needs more than one
         gives gets one after another."""
@@ -299,8 +304,7 @@ class Scheduler:
         return self.levels.budget(self._running).shared_out(running, self._may_admit)
 
     def _may_admit(self) -> bool:
-        first = self._waiting.next_ready()
-        if first is None:
+        if (first := self._waiting.next_ready()) is None:
             return False
         return self._num_seats_taken < self._max_running or self._seated_for(first) is not None
 
@@ -320,9 +324,7 @@ class Scheduler:
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
         """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest
-        first; for one that is to run, those that came after it or whose tenant was served more, or all if others were
-        paused for it or nothing runs.
-        """
+        first; for one that is to run, those that go after it, or all if others were paused for it or nothing runs."""
         request_id, num_tokens = state.request.request_id, state.num_scheduled_tokens + num_tokens
         is_first = state.status is RequestStatus.RUNNING or self._turns.is_called(state) or not self._running
         while not self._blocks.reserve(request_id, num_tokens):
@@ -339,12 +341,9 @@ class Scheduler:
         return False
 
     def _schedule_waiting(self, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
-        self._lacks_kv = None
-        admission = self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)
-        try:
+        self._lacks_kv, self._past_it = None, [each for each in self._past_it if each.status is RequestStatus.RUNNING]
+        with closing(self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)) as admission:
             self._admit_from(admission, scheduled, budget)
-        finally:
-            admission.close()  # where memory ends, too: else what was looked at is never looked at again
 
     def _admit_from(self, admission: Admission, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
@@ -366,9 +365,14 @@ class Scheduler:
             if waits_for is not None:
                 admission.block(state, waits_for)
                 continue
-            if not self._admit(state, budget, scheduled):
-                break  # out of KV, or of tokens of prompts: first come, first served
-            num_seats -= num_taken
+            lacking = self._lacks_kv
+            if self._admit(state, budget, scheduled):
+                num_seats -= num_taken
+                self._past_it += [] if lacking is None else [state]
+            elif lacking is self._lacks_kv:
+                break  # out of tokens of prompts, or of KV for a second one: first come, first served
+            else:
+                admission.pass_tenant(state)  # others use KV that is too little for it, and give it back
 
     @property
     def _num_seats_taken(self) -> int:
@@ -422,7 +426,7 @@ class Scheduler:
                     self._drop_kv(state)
                 self._release_adapter(state)
         if not is_reserved:
-            self._lacks_kv = state if num_tokens > 0 else None
+            self._lacks_kv = self._lacks_kv or (state if num_tokens > 0 else None)
             return False
         waited_for = self._waiting.remove(state)
         self._running.append(state)
@@ -569,10 +573,8 @@ class Scheduler:
                 self._turns.end(adapter_id)
         if state.num_steps_in_flight:
             self._leaving[state.request.request_id] = state
-        elif keeps_kv:
-            self._release_adapter(state)
         else:
-            self._return_memory(state)
+            (self._release_adapter if keeps_kv else self._return_memory)(state)
 
     def _return_memory(self, state: RequestState) -> None:
         self._blocks.free(state.request.request_id)

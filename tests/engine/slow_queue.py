@@ -90,7 +90,7 @@ class SlowAdmission:
     def __init__(self, queue: SlowQueue, called: Sequence[RequestState], step_id: int) -> None:
         others = sorted((state for state in queue.states if state not in called), key=lambda each: each.rank)
         self._queue, self._step_id = queue, step_id
-        self._order = [*called, *others]
+        self._order, self._called = [*called, *others], called
         self._found: set[object] = set()
 
     def next(self) -> RequestState | None:
@@ -106,6 +106,13 @@ class SlowAdmission:
 
     def pass_over(self, state: RequestState) -> None:
         self._order.remove(state)
+
+    def pass_tenant(self, state: RequestState) -> None:
+        self._order = [
+            each
+            for each in self._order
+            if each is not state and (each.share is not state.share or each in self._called)
+        ]
 
     def block(self, state: RequestState, cause: WaitsFor) -> None:
         self._queue.since.setdefault(state, self._step_id)

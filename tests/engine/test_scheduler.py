@@ -273,6 +273,47 @@ class TestBudgets:
         assert max(last_step(harness, f"a{index}") for index in range(num_rows)) > last_step(harness, "long")
         assert {len(harness.tokens(f"a{index}")) for index in range(num_rows)} == {60}
 
+    @staticmethod
+    def _with_a_long_prompt_that_lacks_kv() -> Harness:
+        """`long` is of the tenant that was served most, so it takes no KV from the one that has it."""
+        harness = Harness(num_blocks=64, tokens=512, seqs=16)
+        for index in range(4):
+            harness.add(f"a{index}", 40, max_tokens=80, cache_salt=f"a{index}", claim=Claim("a"))
+        harness.step()
+        for index in range(5):
+            harness.add(f"b{index}", 240, max_tokens=1, cache_salt=f"b{index}", claim=Claim("b"))
+            harness.step()
+        harness.add("long", 400, max_tokens=2, cache_salt="l", claim=Claim("b"))
+        harness.step()
+        assert harness.scheduler.num_waiting == 1
+        return harness
+
+    def test_what_is_too_little_kv_for_one_is_used_by_others(self) -> None:
+        """A third tenant's second request waited for the end of the first tenant's."""
+        harness = self._with_a_long_prompt_that_lacks_kv()
+        for index in range(10):
+            name = f"c{index}"
+            harness.add(name, 4, max_tokens=4, cache_salt=name, claim=Claim("c"))
+            for _ in range(4):
+                harness.step()
+            assert harness.reason(name) is FinishReason.LENGTH
+        assert "long" not in harness.outputs
+        harness.run()
+
+    def test_and_is_given_back_when_it_is_enough(self) -> None:
+        harness = self._with_a_long_prompt_that_lacks_kv()
+        for name in ("first", "last"):  # the first is charged, and the last goes past the long one
+            harness.add(name, 80, max_tokens=100, cache_salt=name, claim=Claim("c"))
+        harness.step()
+        assert harness.scheduler.num_waiting == 1
+        for index in range(4):
+            harness.scheduler.abort(f"a{index}")
+        harness.step()
+        assert "long" in ran(harness.step())
+        assert harness.scheduler.num_preemptions == 1
+        harness.run()
+        assert len(harness.tokens("last")) == 100
+
     def test_short_prompts_leave_half_of_a_step_to_a_long_one(self) -> None:
         harness = Harness(num_blocks=512, tokens=16)
         harness.add("long", 160, max_tokens=1, cache_salt="l")

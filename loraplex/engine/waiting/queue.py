@@ -489,6 +489,14 @@ class Admission:
         self._queue.set_apart(state)
         self._set_aside(state)
 
+    def pass_tenant(self, state: RequestState) -> None:
+        """Nor do others of its tenant."""
+        if self._called and self._called[0] is state:
+            self._called.popleft()
+        lane = self._queue._line_of[state].lane
+        self._queue._order.discard(lane)
+        self._empty.append(lane)
+
     def block(self, state: RequestState, cause: WaitsFor) -> None:
         """Its adapter is not there: it and those behind it in its line let others pass."""
         line, is_called = self._set_aside(state)

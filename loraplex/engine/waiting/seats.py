@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from loraplex.core import MixPart
-from loraplex.engine.schedule_plan import RequestState
+from loraplex.core import BlockAllocator, MixPart
+from loraplex.engine.schedule_plan import RequestState, RequestStatus
 from loraplex.engine.waiting.shares import TenantShare
 
 
@@ -57,6 +57,19 @@ def seated_for(first: RequestState, running: Sequence[RequestState], num_needed:
 def last_served(states: Sequence[RequestState]) -> RequestState:
     """Of requests in order of admission: of the tenant that was served most, then by priority, the newest."""
     return max(reversed(states), key=lambda each: (each.share.served, each.request.claim.priority))
+
+
+def borrowers_of(first: RequestState, past: Iterable[RequestState], blocks: BlockAllocator) -> list[RequestState]:
+    """Of the requests that went past one for which KV was short, those that give it up, since it is enough with theirs.
+
+    They are of tenants that were served more, so it comes before them when they wait.
+    """
+    borrowers = [
+        each for each in past if each.status is RequestStatus.RUNNING and each.share.served > first.share.place
+    ]
+    num_blocks = sum(len(blocks.block_table(each.request.request_id)) for each in borrowers)
+    num_needed = -(-len(first.token_ids) // blocks.block_size)
+    return borrowers if blocks.num_free_blocks + num_blocks >= num_needed else []
 
 
 def goes_after(state: RequestState, other: RequestState) -> bool:
