@@ -279,8 +279,7 @@ class AsyncEngine(AdapterVerbs):
         self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """In a thread, since a verb may wait for a fetch, a load or another verb. Not while the engine is being
-        restarted: it would meet its adapters half restored.
-        """
+        restarted: it would meet its adapters half restored."""
         run: Callable[..., Any] = logged_load if verb is LoRARegistry.load else verb
         work = partial(copy_context().run, run, self._front.registry_or_refuse(), *args, **kwargs)
         self.check_can_serve()
@@ -394,8 +393,9 @@ class AsyncEngine(AdapterVerbs):
             stream.placement.runner.abort(running)
             stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
 
-    def _end_stream(self, refs: tuple[LoRARef, ...], tenant: str, num_completions: int) -> None:
-        self._places.give_back(tenant, num_completions)
+    def _end_stream(self, refs: tuple[LoRARef, ...], tenant: str, num_completions: int, runner: Runner | None) -> None:
+        give_back = partial(self._places.give_back, tenant, num_completions)
+        give_back() if runner is None else runner.client.when_read(give_back)
         self._front.release(refs)
 
     def _fail_stream(self, stream: OutputStream, error: LoraplexError) -> None:

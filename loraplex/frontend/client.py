@@ -7,12 +7,14 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,8 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, asyncio.Future[msg.Reply]] = {}
         self._call_ids = itertools.count(1)
+        self._num_sent = self._num_read = 0
+        self._when_read: deque[tuple[int, Callable[[], None]]] = deque()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._heartbeat: Heartbeat | None = None
@@ -95,7 +99,7 @@ class EngineClient:
                 msg.Progress: self._on_start_progress,
                 msg.StepOutputs: lambda m: self._on_outputs(m.outputs),
                 msg.Events: self._on_engine_events,
-                msg.Beat: lambda m: None,
+                msg.Beat: self._on_beat,
                 msg.Reply: self._on_reply,
                 msg.Fatal: self._on_fatal,
             }
@@ -177,6 +181,22 @@ class EngineClient:
             raise EngineDeadError(str(self.death or "the engine is shutting down"))
         # The socket has no high-water mark: a send completes at once and the future can be dropped.
         self._socket.send(msg.encode(message))
+        self._num_sent += 1
+
+    def when_read(self, react: Callable[[], None]) -> None:
+        """Call it when the process has read all that was sent until now, or has ended."""
+        if self._num_read < self._num_sent and self.is_alive:
+            self._when_read.append((self._num_sent, react))
+        else:
+            react()
+
+    def _on_beat(self, message: msg.Beat) -> None:
+        self._num_read = message.num_read
+        self._react_until(self._num_read)
+
+    def _react_until(self, num_read: float) -> None:
+        while self._when_read and self._when_read[0][0] <= num_read:
+            self._when_read.popleft()[1]()
 
     async def call(self, message_type: type, *values: Any) -> Any:
         """Send a call and wait for its value; raises the error that the engine answers with.
@@ -305,6 +325,7 @@ class EngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
+        self._react_until(math.inf)
 
     def _on_ready(self, message: msg.Ready) -> None:
         if not self._ready.done():

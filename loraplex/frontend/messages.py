@@ -197,7 +197,10 @@ class Events(msgspec.Struct, tag=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """The step loop turns. Sent when nothing else was for a while: every message of the loop says as much."""
+    """The step loop turns: sent when nothing else was for a while, since every message of the loop says as much, and
+    when messages were read. num_read: of all that were sent to this process."""
+
+    num_read: int
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True):

@@ -78,6 +78,8 @@ class EngineProcess:
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._ended: list[TokenOutput] = []
         self._sent_s = time.monotonic()
+        self._num_read = 1  # StartEngine
+        self._num_told = 0
         self._dispatch = msg.TypeBasedDispatcher(self._handlers())
 
     def _handlers(self) -> dict[type, Callable[[Any], None]]:
@@ -99,9 +101,9 @@ class EngineProcess:
         try:
             while self._is_running:
                 self._read(self._patience_ms())
+                self._beat()
                 self._send_outputs(self._engine.step())
                 self._send_events()
-                self._beat()
         finally:
             for threads in (self._loads, self._opens, self._quick_verbs):
                 threads.close(timeout_s=0)
@@ -127,6 +129,7 @@ class EngineProcess:
                         return
                     data = self._socket.recv(zmq.NOBLOCK)
                     num_messages, num_bytes = num_messages + 1, num_bytes + len(data)
+                    self._num_read += 1
                     self._handle(data)
 
     def _add_requests(self, message: msg.AddRequests) -> None:
@@ -175,8 +178,9 @@ class EngineProcess:
             self._send(msg.Events(events))
 
     def _beat(self) -> None:
-        if time.monotonic() - self._sent_s >= BEAT_S:
-            self._send(msg.Beat())
+        if self._num_told < self._num_read or time.monotonic() - self._sent_s >= BEAT_S:
+            self._num_told = self._num_read
+            self._send(msg.Beat(self._num_read))
 
     def _send(self, message: Any) -> None:
         self._socket.send(msg.encode(message))

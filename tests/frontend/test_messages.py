@@ -105,7 +105,7 @@ FROM_ENGINE: tuple[Any, ...] = (
     msg.Progress("weights", 3, 10),
     msg.StepOutputs((TOKENS, TokenOutput("r-2"))),
     msg.Events((EVENT, replace(EVENT, adapter_id=None, adapter_name=None, details={}))),
-    msg.Beat(),
+    msg.Beat(7),
     msg.reply_value(1, AddOutcome(True, ("chat",))),
     msg.Fatal({"error": "ModelError", "message": "no"}),
 )

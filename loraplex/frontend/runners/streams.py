@@ -35,7 +35,8 @@ PlaceAgain = Callable[[msg.AddRequests, int, Runner], Placement]
 class OutputStream:
     """The latest output of one request. Outputs are cumulative: a slow reader skips some, and memory is bounded.
 
-    on_output: is given each when it comes. target: the runner that it is on its way to.
+    on_output: is given each when it comes; on_end: once, a runner that may have messages of it to read, None where it
+    has ended. target: the runner that it is on its way to.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class OutputStream:
         request_id: str,
         refs: tuple[LoRARef, ...],
         placement: Placement,
-        on_end: Callable[[], None],
+        on_end: Callable[[Runner | None], None],
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
         self.request_id = request_id
@@ -54,7 +55,7 @@ class OutputStream:
         self._latest: RequestOutput | None = None
         self._error: LoraplexError | None = None
         self._has_news = asyncio.Event()
-        self._on_end: Callable[[], None] | None = on_end
+        self._on_end: Callable[[Runner | None], None] | None = on_end
         self._on_output = on_output
 
     @property
@@ -81,19 +82,19 @@ class OutputStream:
         self.placement.grow(output)
         self._has_news.set()
         if output.finished:
-            self.end()
+            self.end(is_read=True)
 
     def fail(self, error: LoraplexError) -> None:
         self._error = error
         self._has_news.set()
         self.end()
 
-    def end(self) -> None:
+    def end(self, *, is_read: bool = False) -> None:
         """Return what the request held, once."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             self.placement.end()
-            on_end()
+            on_end(None if is_read else self.placement.runner)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         is_finished = False
