@@ -2,8 +2,7 @@
 
 Names, versions, references, fetching and checking of adapters live here, in front of the engine, so that a bad file
 never reaches it. There is one process, or several (frontend/runners/). When one dies, the requests in flight there end
-with an error, it is started again, and knows its adapters again under the same ids: they are loaded by need.
-"""
+with an error, it is started again, and knows its adapters again under the same ids: they are loaded by need."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ class AsyncEngine(AdapterVerbs):
     """Serves any mix of adapters from engine processes. Make one with `await AsyncEngine.start(config)`.
 
     generate: an async iterator of cumulative `RequestOutput`s; leaving it early, or `abort`, ends the request in the
-    engine. Adapter verbs (docs/http.md) never hold up a request, and their errors are the caller's alone.
-    """
+    engine. Adapter verbs (docs/http.md) never hold up a request, and their errors are the caller's alone."""
 
     def __init__(
         self,
@@ -224,8 +222,7 @@ class AsyncEngine(AdapterVerbs):
         state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when
         this returns. database: the same, shared with other servers. supervision: how a process is watched. runners: how
         many there are, and where (None: one). upload_limits: of what clients send. max_fetched_bytes: of what requests
-        have fetched. Raises ConfigError when state directory or database cannot be used.
-        """
+        have fetched. Raises ConfigError when state directory or database cannot be used."""
         fetched = await _with_fetched_model(config.with_real_roots())
         if fetched.merge_adapter is not None:
             fetched = await asyncio.to_thread(_with_fetched_adapter, fetched, fetched.merge_adapter)
@@ -306,8 +303,7 @@ class AsyncEngine(AdapterVerbs):
         """Cumulative outputs of one prompt; `model` names an adapter or a mix, None the base.
 
         held: what `hold_adapters(model)` gave before the prompt was encoded. on_output: is given each output when it
-        comes, also those that a slow reader never sees. Raises any LoraplexError.
-        """
+        comes, also those that a slow reader never sees. Raises any LoraplexError."""
         self.check_can_serve()
         if lora_request is not None:
             model = choice_of(lora_request)
@@ -480,6 +476,10 @@ class AsyncEngine(AdapterVerbs):
     def limit_tenants(self, quotas: Mapping[str, MemoryQuota]) -> None:
         """As EngineSurface says."""
         self._runners.limit_tenants(quotas)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._runners.are_behind
 
     @property
     def max_waiting_requests(self) -> int:

@@ -180,6 +180,11 @@ class EngineSurface(Protocol):
         ...
 
     @property
+    def is_behind(self) -> bool:
+        """Whether its processes have much to read before what is sent now."""
+        ...
+
+    @property
     def max_waiting_requests(self) -> int:
         """How many completions may wait at a time; one request's all wait before the first of them runs."""
         ...

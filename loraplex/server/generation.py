@@ -244,7 +244,7 @@ class Generator:
         self._in_flight = in_flight
         self._histograms = histograms
         self._series = series
-        self._begins = Turns()
+        self._begins = Turns(is_open=lambda: not engine.is_behind)
 
     async def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
@@ -287,7 +287,8 @@ class Generator:
         is_finished = False
         clock = self._histograms.clock()
         if len(generation.items) * item.params.n > 1:
-            await self._begins.next(generation.client)  # a prompt of 128 completions takes 8 ms: one at a time, of all
+            # a prompt of 128 completions takes 8 ms here and in the engine: one at a time, of all, as the engine reads
+            await self._begins.next(generation.client)
         if self._in_flight.is_closing:
             raise _shutting_down()
         if generation.deadline is not None and generation.deadline.left_s <= 0:

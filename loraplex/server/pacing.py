@@ -31,6 +31,9 @@ SLICE_S = 0.002
 """Of a turn of the event loop: for parsing what came on all connections."""
 
 
+LOOK_AGAIN_S = 0.002
+"""After a look that found no work may begin."""
+
 LOOKS_A_TURN = 32
 """At clients that wait for a turn and may be gone."""
 
@@ -55,12 +58,15 @@ class Turns:
     is a client with a key, or an address: one with one piece of work waits for at most one of each other. Of a source
     what came first is first; from_both_ends: the latest and the oldest in turns, where a flood should delay neither
     what comes after it, nor, going on, what came before. Work whose client is gone takes no turn; LOOKS_A_TURN clients
-    are looked at between two others.
+    are looked at between two others. is_open: while it says no, none begins.
     """
 
-    def __init__(self, num_a_turn: int = 1, *, from_both_ends: bool = False) -> None:
+    def __init__(
+        self, num_a_turn: int = 1, *, from_both_ends: bool = False, is_open: Callable[[], bool] = lambda: True
+    ) -> None:
         self._num_a_turn = num_a_turn
         self._from_both_ends = from_both_ends
+        self._is_open = is_open
         self._sources: dict[str, _OfSource] = {}  # the next one first
         self._is_due = False
 
@@ -78,6 +84,9 @@ class Turns:
             self._forget(source, turn)  # it was cancelled
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._sources and not self._is_open():
+            loop.call_later(LOOK_AGAIN_S, self._begin, loop)
+            return
         num_looks, num_begun = 0, 0
         while self._sources and num_looks < LOOKS_A_TURN and num_begun < self._num_a_turn:
             source, of_source = next(iter(self._sources.items()))

@@ -171,6 +171,7 @@ class FakeAsyncEngine(AdapterVerbs):
         self._open_source = open_adapter or self._open_unread
         self.token_delay_s = token_delay_s
         self.max_waiting_requests = max_waiting_requests
+        self.is_behind = False
         self.texts: dict[str, FakeText] = {}
         self.reply: str | None = None
         self._max_loaded_loras = max_loaded_loras

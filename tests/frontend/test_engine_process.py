@@ -293,6 +293,26 @@ async def test_a_request_that_is_given_up_has_its_place_until_the_engine_has_rea
     await within(small.engine.check_integrity())
 
 
+async def test_an_engine_is_behind_until_it_has_read(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is silent for long may hang, and nothing is to wait for it."""
+    monkeypatch.setattr(frontend_client, "MAX_UNREAD", 1)
+    pid, engine = small.engine.engine_pid, small.engine
+    assert pid is not None
+    assert not engine.is_behind
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(small.ask("banana=", n=2))
+        await until(lambda: engine.num_unfinished == 1)
+        monkeypatch.setattr(frontend_client, "MAX_SILENCE_S", 0.0)
+        assert not engine.is_behind
+        monkeypatch.setattr(frontend_client, "MAX_SILENCE_S", 1000.0)
+        assert engine.is_behind
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await within(task)
+    assert not engine.is_behind
+
+
 async def test_shutdown_answers_everybody(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that run, a load that reads its files, and an unload that waits for a request."""
     engine, pid, registry = small.engine, small.engine.engine_pid, small.engine.registry

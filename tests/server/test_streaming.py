@@ -139,6 +139,23 @@ async def test_a_client_that_goes_away_in_mid_stream(
     assert len(engine.aborted) == 1
 
 
+async def test_prompts_of_many_completions_begin_as_the_engine_reads(app: FastAPI, engine: FakeAsyncEngine) -> None:
+    """Those that are sent are before others' in its socket, whatever becomes of them; one alone is always sent."""
+    engine.hold(after_tokens=1)
+    engine.is_behind = True
+    many = AsgiCall(app, "/v1/completions", {**COMPLETION, "prompt": ["a", "b", "c"]})
+    one = AsgiCall(app, "/v1/completions", COMPLETION)
+    await until(lambda: engine.num_running == 1)
+    await asyncio.sleep(0.05)
+    assert engine.num_running == 1
+    engine.is_behind = False
+    await until(lambda: engine.num_running == 4)
+    for call in (many, one):
+        call.disconnect()
+        await call.task
+    assert engine.num_running == 0
+
+
 async def test_a_client_of_several_prompts_that_goes_away(app: FastAPI, engine: FakeAsyncEngine) -> None:
     engine.hold(after_tokens=1)
     call = AsgiCall(app, "/v1/completions", {**COMPLETION, "prompt": ["a", "b", "c"], "stream": True})

@@ -105,6 +105,12 @@ class Runners:
         return sum(runner.is_serving for runner in self.all)
 
     @property
+    def are_behind(self) -> bool:
+        """Whether each that serves has much to read."""
+        serving = [runner.client.is_behind for runner in self.all if runner.is_serving]
+        return bool(serving) and all(serving)
+
+    @property
     def num_released(self) -> int:
         return sum(runner.state is RunnerState.RELEASED for runner in self.all)
 
