@@ -50,6 +50,8 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"
 )
 _ACCESS = "uvicorn.access"
+_KEYS = re.compile(r"lp-[\w-]{43}")
+"""Of tenants, as `tenants.records.new_secret` makes them."""
 
 
 @dataclass(slots=True)
@@ -252,6 +254,11 @@ def configure_from(given: Sequence[str]) -> None:
         configure(given[0], given[1], with_root=True)
 
 
+def without_keys(text: str) -> str:
+    """A client may write a key where its id or another name belongs."""
+    return _KEYS.sub("lp-...", text)
+
+
 def _has_json_lines() -> bool:
     handlers = logging.getLogger(_LOGGERS[0]).handlers
     return bool(handlers) and isinstance(handlers[0].formatter, JsonFormatter)
@@ -285,7 +292,7 @@ def _name_of(record: logging.LogRecord) -> str:
 
 def _message_of(record: logging.LogRecord) -> str:
     access = _access_of(record)
-    text = '{} "{} {} HTTP/{}" {}'.format(*access) if access is not None else record.getMessage()
+    text = '{} "{} {} HTTP/{}" {}'.format(*access) if access is not None else without_keys(record.getMessage())
     text = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
     return escaped(text)
 
@@ -304,6 +311,6 @@ def _access_of(record: logging.LogRecord) -> tuple[str, str, str, str, int] | No
     if record.name != _ACCESS or not isinstance(record.args, tuple) or len(record.args) != 5:
         return None
     client, method, target, version, status = record.args
-    path = str(target).partition("?")[0]
+    path = without_keys(str(target).partition("?")[0])
     shown = path if len(path) <= MAX_PATH_CHARS else f"{path[:MAX_PATH_CHARS]}..."
     return str(client), str(method), escaped(shown), str(version), int(str(status))

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend.event_hub import EventHub
-from loraplex.logs import request_context
+from loraplex.logs import request_context, without_keys
 from loraplex.server.api_error import CLIENT_CLOSED_REQUEST, MAX_SHOWN_CHARS, status_of
 from loraplex.server.auth import KEYLESS, caller_of
 
@@ -110,7 +110,7 @@ def name_target(request: Request, **target: str | None) -> None:
 def _target_of(request: Request) -> dict[str, str]:
     in_path = {kind: request.path_params.get(param) for kind, param in (("key", "key_id"), ("tenant", "tenant"))}
     target = {kind: name for kind, name in in_path.items() if name is not None} | getattr(request.state, "target", {})
-    return {kind: name[:MAX_SHOWN_CHARS] for kind, name in target.items()}
+    return {kind: _named(name) for kind, name in target.items()}
 
 
 def _shown(key: str, tenant: str | None) -> str:
@@ -120,7 +120,11 @@ def _shown(key: str, tenant: str | None) -> str:
 def _adapters_of(request: Request) -> tuple[str, ...]:
     in_path = request.path_params.get("name")
     names = getattr(request.state, "adapters", ()) if in_path is None else (in_path,)
-    return tuple(name[:MAX_SHOWN_CHARS] for name in names)
+    return tuple(map(_named, names))
+
+
+def _named(name: str) -> str:
+    return without_keys(name)[:MAX_SHOWN_CHARS]
 
 
 def _client_of(request: Request) -> str:

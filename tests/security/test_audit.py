@@ -186,7 +186,7 @@ async def test_a_verb_whose_client_leaves_is_recorded() -> None:
     release = asyncio.Event()
     begun = asyncio.Event()
 
-    async def pin(verb: object, name: str) -> bool:
+    async def pin(verb: object, name: str, check_answer: object) -> bool:
         assert (verb, name) == (LoRARegistry.pin, "sql")
         begun.set()
         await release.wait()
@@ -203,7 +203,7 @@ async def test_a_verb_whose_client_leaves_is_recorded() -> None:
 async def test_a_mistake_of_the_server_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeAsyncEngine({"sql": "/sql"})
 
-    async def pin(verb: object, name: str) -> bool:
+    async def pin(verb: object, name: str, check_answer: object) -> bool:
         raise RuntimeError("bug")
 
     monkeypatch.setattr(engine, "on_registry", pin)

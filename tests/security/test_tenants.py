@@ -13,6 +13,7 @@ import pytest
 from numpy import float32, full
 from safetensors.numpy import save
 
+from loraplex import logs
 from loraplex.adapters.registry import LoRARegistry
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -518,6 +519,24 @@ async def test_no_key_is_in_a_log_or_an_event(server: Tenancy, caplog: pytest.Lo
         assert secret not in caplog.text
         assert secret not in events
         assert secret not in listing
+
+
+async def test_a_key_that_is_given_where_its_id_belongs_is_in_no_log(
+    server: Tenancy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An admin's slip. Nothing of it but that it is one."""
+    secret, formatter = server.keys["acme"], logs.LineFormatter()
+    async with client_of(server.app) as client:
+        client.headers.update(server.headers("admin"))
+        assert (await client.delete(f"/v1/keys/{secret}")).status_code == 404
+        await client.post("/v1/tenants", json={"name": secret})
+        await client.post("/v1/adapters", json={"name": secret, "path": "/srv/newer"})
+        events = (await client.get("/v1/events", params={"stream": "false"})).text
+    path = ("127.0.0.1:1", "DELETE", f"/v1/keys/{secret}", "1.1", 404)
+    access = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', path, None)
+    lines = [formatter.format(record) for record in (*caplog.records, access)]
+    assert "lp-..." in events
+    assert secret[3:12] not in events + "".join(lines)
 
 
 async def test_a_verb_of_a_tenant_is_audited_with_its_name(server: Tenancy, acme: httpx.AsyncClient) -> None:
