@@ -6,12 +6,13 @@ name where one exists (`model_not_found`, `context_length_exceeded`, `invalid_ap
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,6 +46,7 @@ MAX_SHOWN_CHARS = 40
 MAX_MESSAGE_CHARS = 10_000
 """Of an error: as JSON at most 60,000 bytes."""
 MAX_REASONS = 8
+_MAY_WAIT = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _log = logging.getLogger("loraplex.server")
 
@@ -148,15 +150,19 @@ async def _answer(request: Request, error: Exception) -> Response:
     return response
 
 
-def forget_frames(error: BaseException) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Of an error that is answered: let go of what its frames had, such as the request's body.
 
-    Where one of them refers to the error, as those of a template and of a shared load do, all of it would stay until a
-    full collection of garbage, which a server has rarely.
+    Where one of them refers to the error, as that of a load does, all of it would stay until a full collection of
+    garbage, which a server has rarely. Coroutines and generators are left alone: one that caught the error may wait.
     """
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
+    seen, found = set[int](), error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        for frame, _ in traceback.walk_tb(found.__traceback__):
+            if not frame.f_code.co_flags & _MAY_WAIT:
+                with suppress(RuntimeError):  # it runs
+                    frame.clear()
         found = found.__cause__ or found.__context__
 
 

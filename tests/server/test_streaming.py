@@ -238,6 +238,37 @@ async def test_what_the_frames_of_an_answered_error_had_is_let_go() -> None:
         gc.enable()
 
 
+async def test_errors_that_caused_one_another_are_let_go_once() -> None:
+    first = EngineOverloadedError("full")
+    try:
+        try:
+            raise first
+        except EngineOverloadedError:
+            raise EngineDeadError("ended")  # noqa: B904  # its context is the first one
+    except EngineDeadError as last:
+        first.__cause__ = last
+    forget_frames(first)
+
+
+async def test_a_coroutine_that_goes_on_after_an_error_keeps_its_frame() -> None:
+    """One error may be raised for many requests: another one's answer must not end what waits here."""
+    go_on = asyncio.Event()
+    known = EngineDeadError("ended")
+
+    async def waits() -> str:
+        try:
+            raise known
+        except EngineDeadError:
+            await go_on.wait()
+        return "went on"
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(0)
+    forget_frames(known)
+    go_on.set()
+    assert await task == "went on"
+
+
 async def test_a_stopped_server_task_aborts_too(app: FastAPI, engine: FakeAsyncEngine) -> None:
     engine.hold(after_tokens=1)
     call = AsgiCall(app, "/v1/completions", {**COMPLETION, "stream": True})
