@@ -1,10 +1,10 @@
 """The twin beside the engine: six cells, each predicted and then measured, on the same arrivals.
 
-    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 26 minutes
+    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 27 minutes
     python -m benchmarks.twin --calibration calibration.json --seconds 60
 A calibration is of one machine with its settings: give --threads and --requests-in-flight as they were. A machine's
-speed changes by some percent within half an hour, so it is calibrated again before every two cells. What disturbs
-steps is drawn: the median of --draws simulations counts.
+speed changes by some percent within minutes, so it is calibrated before each cell and after it, and what lies between
+the two predicts. What disturbs steps is drawn: the median of --draws simulations counts.
 
 Rates are shares of the throughput that the twin predicts for requests that come all at once. A cell has an engine of
 its own, with all adapters registered; its arrivals, lengths and adapters are drawn once for both, and it runs --runs
@@ -30,7 +30,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import LoRARequest
 from loraplex.frontend.llm import LLM
 from loraplex.twin.calibrate import calibrate
-from loraplex.twin.calibration import Calibration
+from loraplex.twin.calibration import Calibration, FrontTime
 from loraplex.twin.results import SimulationResult
 from loraplex.twin.settings import TwinSettings
 from loraplex.twin.simulation import Simulation
@@ -67,7 +67,6 @@ from loraplex.twin.workload import Workload
 MAX_OFF, MAX_OFF_P99 = 0.10, 0.25
 MAX_MODEL_LEN = 1024
 CUT_OFF_AFTER = 6
-CELLS_A_CALIBRATION = 2
 SATURATING_RATE = 1e4
 SATURATING_REQUESTS = 96
 WARM_UP_REQUESTS = 4
@@ -304,6 +303,13 @@ def _watched(llm: LLM, rank: int) -> Iterator[_Ran]:
     ran.seconds = sum(llm.stats().step_times.seconds.values()) - before_s
 
 
+def between(before: Calibration, after: Calibration) -> Calibration:
+    """Steps take the mean of both, and are disturbed as they were in either; loads take what they took before."""
+    front = FrontTime(*map(statistics.mean, zip(astuple(before.front), astuple(after.front), strict=True)))
+    step_ms = {name: statistics.mean((ms, after.step_ms[name])) for name, ms in before.step_ms.items()}
+    return replace(before, step_ms=step_ms, step_ratios=before.step_ratios + after.step_ratios, front=front)
+
+
 def _scaled(calibration: Calibration, factor: float) -> Calibration:
     """Whose steps take so many times as long."""
     return replace(calibration, step_ms={name: factor * ms for name, ms in calibration.step_ms.items()})
@@ -366,16 +372,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [cell for cell in CELLS if args.cell in (None, cell.name)]
     args.adapters = max(cell.adapters for cell in cells) or 1
     made = fixture_for(args)
-    calibrations: list[Calibration] = []
-    rows = []
-    for number, cell in enumerate(each(cells, lambda one: one.name)):
-        if number % CELLS_A_CALIBRATION == 0:
-            calibrations.append(calibration_of(made, args))
+    calibrations, rows = [calibration_of(made, args)], list[Row]()
+    for cell in each(cells, lambda one: one.name):
         settings = settings_for(cell, args, calibrations[0].nbytes_of(args.rank))
         rate = cell.load * capacity(calibrations[-1], cell, settings, args.rank)
         num_requests = max(20, round(rate * cell.share * args.seconds))
         workload = cell.workload(args.rank, rate, num_requests, args.seed)
-        rows.append(row_of(measure(cell, workload, made, args, settings), calibrations[-1], args.draws))
+        measured = measure(cell, workload, made, args, settings)
+        calibrations.append(calibration_of(made, args))
+        rows.append(row_of(measured, between(*calibrations[-2:]), args.draws))
     title = title_of(made, args, f"{args.seconds:g} s of arrivals a cell, rank {args.rank}")
     console = wide_console()
     console.print(table_of(rows, title))
@@ -416,7 +421,7 @@ def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(new, rank=8)
     new.add_argument("--calibration", type=Path, metavar="FILE", help="of `loraplex calibrate` (default: made first)")
-    new.add_argument("--calibrate-seconds", type=seconds, default=120.0, help="each time (default: 120)")
+    new.add_argument("--calibrate-seconds", type=seconds, default=80.0, help="each time (default: 80)")
     new.add_argument("--seconds", type=seconds, default=60.0, help="of arrivals a cell (default: 60)")
     new.add_argument("--cell", choices=[cell.name for cell in CELLS], help="this one alone")
     new.add_argument("--runs", type=positive, default=3, help="of a cell (default: 3)")

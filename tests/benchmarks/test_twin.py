@@ -12,6 +12,7 @@ from benchmarks.many_adapters import Counters
 from benchmarks.open_loop import Spread as MeasuredSpread
 from benchmarks.open_loop import Summary
 from loraplex.core import LoRARequest
+from loraplex.twin.calibration import FrontTime
 from loraplex.twin.results import Spread
 from loraplex.twin.simulation import Simulation
 from loraplex.twin.step_model import StepWork
@@ -95,6 +96,16 @@ def test_steps_that_ran_are_what_the_model_says_of_them() -> None:
     assert row.is_met, "the twin itself was measured"
     assert row.steps_off == pytest.approx(-0.2)
     assert row.scaled.first_token_s.p50 > row.predicted.first_token_s.p50
+
+
+def test_what_lies_between_two_calibrations_predicts() -> None:
+    before = replace(calibration(), step_ratios=((1, 1.0),), front=FrontTime(1.0, 2.0, 3.0))
+    slower = {name: 1.5 * ms for name, ms in before.step_ms.items()}
+    after = replace(before, step_ms=slower, step_ratios=((2, 1.1),), front=FrontTime(2.0, 2.0, 5.0))
+    between, work = twin.between(before, after), StepWork(40, 8, 900, 120, ((8, 20), (8, 20)))
+    assert between.step_model().ms(work) == pytest.approx(1.25 * before.step_model().ms(work))
+    assert between.step_ratios == ((1, 1.0), (2, 1.1))
+    assert between.front == FrontTime(1.5, 2.0, 4.0)
 
 
 def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
