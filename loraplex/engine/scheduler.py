@@ -296,7 +296,7 @@ class Scheduler:
         has_room = num_needed <= num_left and first is not self._lacks_kv
         if has_room or (num_left < 0 and len(self._running) > 1):
             return None
-        return seated_for(first, self._running, num_needed)
+        return seated_for(first, self._running, num_needed, num_left)
 
     def _next_tokens(self) -> Iterable[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""

@@ -266,7 +266,7 @@ class AdapterRoutes:
             return encode_list(cards, query.model_copy(update={"limit": limit}))
 
         lists = self._source_lists if source.is_directory else self._remote_lists
-        body = await lists.run(client_of(request), listed, 0)
+        body = await lists.run_for(request, listed, 0)
         return Response(body, media_type="application/json")
 
     @requires(Access.READ)
@@ -278,7 +278,7 @@ class AdapterRoutes:
     async def _view(self, request: Request, view: Callable[[], bytes]) -> Response:
         """It asks the engine and may be long: in a thread, and in the client's turn."""
         self._engine.check_can_serve()
-        return Response(await self._context.views.run(client_of(request), view, 0), media_type="application/json")
+        return Response(await self._context.views.run_for(request, view, 0), media_type="application/json")
 
     @requires(Access.OWN_LOADING)
     async def load(self, request: Request) -> Response:

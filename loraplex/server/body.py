@@ -66,7 +66,7 @@ class BodyReader:
         if len(body) <= SHORT_BODY_BYTES:
             await self._turns.next(client_of(request))
             return parse()
-        fields = await self._off_loop.run(client_of(request), parse, len(body))
+        fields = await self._off_loop.run_for(request, parse, len(body))
         await self._turns.next(client_of(request))  # for what the route does with it
         return fields
 

@@ -21,7 +21,7 @@ from loraplex.frontend.making import AdapterMaker
 from loraplex.processes.bounded import NUM_PROCESSES
 from loraplex.server.api_error import ApiError
 from loraplex.server.audit import Audit
-from loraplex.server.auth import KeyRing, client_of
+from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Connections
@@ -110,7 +110,6 @@ class ServerContext:
     ) -> AsyncIterator[Mapping[AdapterChoice, Target]]:
         """Of the prompts of a request, by what they go through. An error in the block lets the adapters go; without one
         they are held until `Generator.run` is over. Raises AdapterNotFoundError, and ClientDisconnect between two."""
-        client = client_of(request)
         with ExitStack() as stack:
             targets: dict[AdapterChoice, Target] = {}
             for choice, num_prompts in Counter(choices).items():
@@ -118,7 +117,7 @@ class ServerContext:
                     raise ClientDisconnect
                 held = self.engine.hold_adapters(choice, num_prompts)
                 stack.callback(held.close)
-                held.text = text = await self.text_of(held.refs, client)
+                held.text = text = await self.text_of(held.refs, request)
                 is_own = isinstance(choice, str) and bool(text.digest)
                 ref = held.refs[0] if is_own else None
                 address = choice if ref is None else address_text(ref.adapter_name, ref.adapter_version)
@@ -126,21 +125,21 @@ class ServerContext:
             yield targets
             stack.pop_all()
 
-    async def text_of(self, refs: Sequence[LoRARef], client: str) -> TextSurface:
+    async def text_of(self, refs: Sequence[LoRARef], request: Request) -> TextSurface:
         """In a thread where an adapter's tokenizer may have to be made first, which takes tens of milliseconds."""
         ref = refs[0] if len(refs) == 1 else None
         if ref is not None and ref.text is not None:
-            return await self.views.run(client, partial(self.engine.text_of, ref), 0)
+            return await self.views.run_for(request, partial(self.engine.text_of, ref), 0)
         return self.engine.text_of(ref)
 
-    async def check_form(self, form: StructuredOutputsParams | None, field: str, client: str) -> None:
+    async def check_form(self, form: StructuredOutputsParams | None, field: str, request: Request) -> None:
         """Raises InvalidRequestError, which names the field, for a form that outputs cannot have."""
         if form is not None:
             if form.kind == "grammar":
                 self.check_grammars_allowed(field)
             with as_field(field):
                 if not self.engine.check_known_grammar(form):  # one that is known waits for no other's
-                    await self.grammars.run(client, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
+                    await self.grammars.run_for(request, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
 
     def check_takes_uploads(self) -> None:
         """Raises ApiError where anybody could send an adapter."""

@@ -15,7 +15,6 @@ from loraplex.adapters.registry import AdapterInfo, LoRARegistry, NameQuery
 from loraplex.metrics import MemoryReport, MemorySample, RunnerReport, TierReport
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.adapter_schemas import AdapterCard
-from loraplex.server.auth import client_of
 from loraplex.server.context import ServerContext
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
@@ -197,7 +196,7 @@ class MemoryRoutes:
         registry = self._engine.registry
         adapters: list[AdapterInfo] | None = [] if query.adapters else None
         if query.adapters and registry is not None:
-            adapters = await self._context.views.run(client_of(request), partial(_top_adapters, registry, query), 0)
+            adapters = await self._context.views.run_for(request, partial(_top_adapters, registry, query), 0)
         refs = {} if registry is None else registry.refs()
         names: dict[int, str] = {ref.adapter_id: ref.adapter_name for ref in refs.values()}
         runners = await self._engine.runner_reports() if self._engine.num_runners > 1 else ()

@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from fastapi import Request
+
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import client_of
+from loraplex.server.streaming import until_disconnect
 
 T = TypeVar("T")
 
@@ -58,6 +62,11 @@ class OffLoop:
         """
         lane = self._short if num_bytes <= SHORT_BYTES else self._long
         return await lane.run(client, work, num_bytes, is_next)
+
+    async def run_for(self, request: Request, work: Callable[[], T], num_bytes: int, *, is_next: bool = False) -> T:
+        """As `run`, for a request whose body was read. Raises ClientDisconnect when its client goes away before: then
+        `work` that has not begun does not."""
+        return await until_disconnect(request, self.run(client_of(request), work, num_bytes, is_next=is_next))
 
 
 class _Lane:

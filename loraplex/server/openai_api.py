@@ -141,17 +141,16 @@ class OpenAIRoutes:
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
         adapters = await self._adapters_of(request, body, num_prompts, source)
-        client = client_of(request)
         hide_targets(request, context.names, dict.fromkeys(adapters))
         async with context.targets(adapters, request) as targets:
             params = await _sampling_params(body, targets)
             for each in params.values():
                 each.check_logprobs(num_prompts * body.n)
-            await context.check_form(body.form, body.form_field, client)
+            await context.check_form(body.form, body.form_field, request)
             limits = [body.limit(target.text.defaults) for target in targets.values()]
             limit = None if None in limits else limits[0]
             texts = [targets[each].text for each in adapters]
-            prompts = await context.prompts.from_field(body.prompt, texts, body.add_special_tokens, limit, client)
+            prompts = await context.prompts.from_field(body.prompt, texts, body.add_special_tokens, limit, request)
             num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
             next(iter(params.values())).check_prompt_logprobs(num_written)
             if body.echo or body.return_token_ids:
@@ -180,7 +179,6 @@ class OpenAIRoutes:
         context.engine.check_can_serve()
         body, answer = converse(await context.bodies.read(request, model))
         self._check_num_sequences(1, body.n)
-        client = client_of(request)
         adapter = await context.names.resolve(request, body.model, body.lora_path, body.mix)
         hide_targets(request, context.names, [adapter])
         async with context.targets([adapter], request) as targets:
@@ -188,8 +186,8 @@ class OpenAIRoutes:
             params, parser = self._with_tools(body, target)
             params.check_logprobs(body.n)
             field = body.form_field if body.wanted_tools is None else "tools"
-            await context.check_form(params.structured_outputs, field, client)
-            prompt = await context.prompts.from_chat(body, target.text, client)
+            await context.check_form(params.structured_outputs, field, request)
+            prompt = await context.prompts.from_chat(body, target.text, request)
             limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
             context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
             if body.return_token_ids and body.stream:
@@ -222,7 +220,7 @@ class OpenAIRoutes:
         """The base model under each of its names, then every adapter; or those that are asked for."""
         caller = caller_of(request)
         cards = self._context.names.cards(query.names, has_paths=caller.is_admin, scope=caller.scope)
-        page = await self._context.views.run(client_of(request), lambda: encode_list(cards, query), 0)
+        page = await self._context.views.run_for(request, lambda: encode_list(cards, query), 0)
         tenant = caller.scope.tenant
         return _json(page, None if tenant is None else {TENANT_HEADER: tenant})
 

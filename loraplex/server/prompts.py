@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from fastapi import Request
 from pydantic_core import PydanticCustomError
 
 from loraplex.errors import PromptTooLongError
@@ -38,7 +39,9 @@ MAX_COUNTED_IDS = 2**18
 
 
 class PromptEncoder:
-    """`client` of its methods is whose turn a long text takes, `text` what the prompt's adapter reads it with.
+    """A long text takes a turn of the client of `request`, and `text` is what the prompt's adapter reads it with.
+
+    Methods raise ClientDisconnect when the client goes away before all is done.
 
     renders: for chat templates of adapters, which wait for a process; one that costs all it may holds up no other work.
     """
@@ -54,7 +57,7 @@ class PromptEncoder:
         texts: Sequence[TextSurface],
         add_special_tokens: bool,
         max_tokens: int | None,
-        client: str,
+        request: Request,
     ) -> list[Prompt]:
         """The prompts of /v1/completions: a text, token ids, or a list of either, checked as `check` does.
 
@@ -72,13 +75,13 @@ class PromptEncoder:
             some = texts[len(prompts) : len(prompts) + len(items)]
             if isinstance(items[0], str) and len(items[0]) > PIECE_CHARS:
                 long = await self._encoded(
-                    items[0], some[0], add_special_tokens, "prompt", self.max_model_len(some[0]), client
+                    items[0], some[0], add_special_tokens, "prompt", self.max_model_len(some[0]), request
                 )
                 self.check(long, some[0], max_tokens)
                 prompts.append(long)
             else:
                 encode = functools.partial(self._prompts, items, some, add_special_tokens, max_tokens)
-                prompts += await self._run(encode, sum(map(len, items)), client)
+                prompts += await self._run(encode, sum(map(len, items)), request)
         return prompts
 
     def _prompts(
@@ -94,11 +97,13 @@ class PromptEncoder:
             self.check(prompts[-1], text, max_tokens)
         return prompts
 
-    async def from_text(self, words: str, text: TextSurface, add_special_tokens: bool, client: str) -> Prompt:
+    async def from_text(self, words: str, text: TextSurface, add_special_tokens: bool, request: Request) -> Prompt:
         """One text of any length that may be counted."""
-        return await self._encoded(words, text, add_special_tokens, "prompt", self.max_counted_ids(text), client)
+        return await self._encoded(words, text, add_special_tokens, "prompt", self.max_counted_ids(text), request)
 
-    async def from_chat(self, chat: ChatFields, text: TextSurface, client: str, max_ids: int | None = None) -> Prompt:
+    async def from_chat(
+        self, chat: ChatFields, text: TextSurface, request: Request, max_ids: int | None = None
+    ) -> Prompt:
         """Messages through the chat template. Raises InvalidRequestError if there is none or it refuses."""
         num_chars = sum(map(_num_chars, chat.messages))
         self._check_chars(num_chars, text, "messages")
@@ -106,11 +111,12 @@ class PromptEncoder:
         is_long = has_more or len(chat.messages) > 64 or any(message.tool_calls for message in chat.messages)
         render = functools.partial(_rendered, chat, text)
         if text.renders_apart:
-            words = await self._renders.run(client, render, num_chars, is_next=True)
+            words = await self._renders.run_for(request, render, num_chars, is_next=True)
         else:
-            words = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client, True)
+            num_chars = max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars
+            words = await self._run(render, num_chars, request, is_next=True)
         max_ids = max_ids or self.max_model_len(text)
-        return await self._encoded(words, text, chat.add_special_tokens, "messages", max_ids, client)
+        return await self._encoded(words, text, chat.add_special_tokens, "messages", max_ids, request)
 
     def max_model_len(self, text: TextSurface) -> int:
         """Of prompt and output together."""
@@ -120,13 +126,13 @@ class PromptEncoder:
         return max(MAX_COUNTED_IDS, self.max_model_len(text))
 
     async def _encoded(
-        self, words: str, text: TextSurface, add_special_tokens: bool, field: str, max_ids: int, client: str
+        self, words: str, text: TextSurface, add_special_tokens: bool, field: str, max_ids: int, request: Request
     ) -> Prompt:
         """`field` is what the client sent it in: errors name it."""
         self._check_chars(len(words), text, field)
         if len(words) > max(PIECE_CHARS, USUAL_CHARS_PER_TOKEN * max_ids):
-            await self._count_in_pieces(words, text, field, max_ids, client)
-        return await self._run(functools.partial(_prompt, words, text, add_special_tokens), len(words), client)
+            await self._count_in_pieces(words, text, field, max_ids, request)
+        return await self._run(functools.partial(_prompt, words, text, add_special_tokens), len(words), request)
 
     def _check_chars(self, num_chars: int, text: TextSurface, field: str) -> None:
         longest = MAX_CHARS_PER_TOKEN * self.max_model_len(text)
@@ -144,7 +150,7 @@ class PromptEncoder:
                 param="prompt",
             )
 
-    async def _count_in_pieces(self, words: str, text: TextSurface, field: str, max_ids: int, client: str) -> None:
+    async def _count_in_pieces(self, words: str, text: TextSurface, field: str, max_ids: int, request: Request) -> None:
         """Refuse a text that is far too long as soon as that is certain: a token takes a hundred bytes of memory.
 
         A cut makes a few tokens more, so twice the limit is certain.
@@ -152,17 +158,17 @@ class PromptEncoder:
         num_ids, tokenizer = 0, tokenizer_of(text)
         for start in range(0, len(words), PIECE_CHARS):
             encode = functools.partial(tokenizer.encode, words[start : start + PIECE_CHARS], False)
-            num_ids += len(await self._run(encode, PIECE_CHARS, client))
+            num_ids += len(await self._run(encode, PIECE_CHARS, request))
             if num_ids > 2 * max_ids:
                 raise PromptTooLongError(
                     f"the prompt has more than {num_ids // 2} tokens, and at most {max_ids} are possible: shorten it",
                     param=field,
                 )
 
-    async def _run(self, work: Callable[[], T], num_chars: int, client: str, is_next: bool = False) -> T:
+    async def _run(self, work: Callable[[], T], num_chars: int, request: Request, is_next: bool = False) -> T:
         if num_chars <= LONG_TEXT_CHARS:
             return work()
-        return await self._off_loop.run(client, work, num_chars, is_next=is_next)
+        return await self._off_loop.run_for(request, work, num_chars, is_next=is_next)
 
     def check(
         self,

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import client_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import TextSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Prompt
@@ -40,35 +39,33 @@ class TokenizeRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text (`prompt`), or of a chat (`messages`) as the chat route would render it."""
         context = self._context
-        client = client_of(request)
         body = await context.bodies.read_one_of(request, _kind_of, TokenizeTextRequest.limits)
         text = await self._text_of(body.model, request)
         if isinstance(body, TokenizeChatRequest):
-            prompt = await context.prompts.from_chat(body, text, client, context.prompts.max_counted_ids(text))
+            prompt = await context.prompts.from_chat(body, text, request, context.prompts.max_counted_ids(text))
         else:
-            prompt = await context.prompts.from_text(body.prompt, text, body.add_special_tokens, client)
+            prompt = await context.prompts.from_text(body.prompt, text, body.add_special_tokens, request)
         reply = partial(self._reply, prompt, text, body.return_token_strs)
-        return reply() if len(prompt.token_ids) <= FEW_IDS else await context.answers.run(client, reply, 0)
+        return reply() if len(prompt.token_ids) <= FEW_IDS else await context.answers.run_for(request, reply, 0)
 
     @requires(Access.KEY)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         context = self._context
         body = await context.bodies.read(request, DetokenizeRequest)
-        client = client_of(request)
         text = await self._text_of(body.model, request)
         vocab_size = text.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise ApiError(f"token id {max(body.tokens)} is not in the vocabulary, 0..{vocab_size - 1}", param="tokens")
         reply = partial(_detokenized, body.tokens, tokenizer_of(text))
-        return reply() if len(body.tokens) <= FEW_IDS else await context.answers.run(client, reply, 0)
+        return reply() if len(body.tokens) <= FEW_IDS else await context.answers.run_for(request, reply, 0)
 
     async def _text_of(self, model: str | None, request: Request) -> TextSurface:
         """A name that is sent must exist."""
         adapter = None if model is None else await self._context.names.resolve(request, model)
         held = self._context.engine.hold_adapters(adapter)
         held.close()  # the text stays, and no version answers
-        return await self._context.text_of(held.refs, client_of(request))
+        return await self._context.text_of(held.refs, request)
 
     def _reply(self, prompt: Prompt, text: TextSurface, wants_strings: bool) -> Response:
         ids, tokenizer = list(prompt.token_ids), tokenizer_of(text)

@@ -450,6 +450,23 @@ class TestMixes:
             harness.scheduler.abort(f"flood{index}")
         harness.run()
 
+    @pytest.mark.parametrize("num_given", [1, 2])
+    def test_no_seat_is_given_that_would_stand_empty(self, num_given: int) -> None:
+        """A mix that needs more seats than others may give has one of theirs only when enough of them end."""
+        harness = Harness(seqs=4, num_blocks=2048)
+        for index in range(4):
+            harness.add(f"flood{index}", adapter=1, max_tokens=200, claim=Claim("a"))
+        harness.step()
+        mix = tuple(range(2, 2 + 4 - num_given))
+        harness.add("light", adapter=mix, max_tokens=3, claim=Claim("b"))
+        for _ in range(10):
+            harness.step()
+        assert harness.scheduler.num_running == 4
+        assert bool(harness.scheduler.num_pauses) == ("light" in harness.outputs) == (num_given >= len(mix))
+        for index in range(3):
+            harness.scheduler.abort(f"flood{index}")
+        harness.run()
+
     def test_a_mix_of_more_adapters_than_seats_runs_alone(self) -> None:
         harness = Harness(seqs=2)
         harness.add("first")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from loraplex.bounds import json_size
 from loraplex.bounds.json_size import MAX_LONG_NUMBERS
@@ -130,6 +130,19 @@ class CountingOffLoop(OffLoop):
         return await super().run(client, work, num_bytes, is_next=is_next)
 
 
+class Peer(Request):
+    """A request of this client, from which nothing comes any more until it goes away."""
+
+    def __init__(self, client: str) -> None:
+        scope = {"type": "http", "client": (client, 1), "state": {"caller": KEYLESS}, "headers": []}
+        super().__init__(scope, self._until_gone)
+        self.gone = asyncio.Event()
+
+    async def _until_gone(self) -> dict[str, str]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
 class Encoder:
     def __init__(self, max_model_len: int) -> None:
         self.tokenizer, self.off_loop = CountingTokenizer(), CountingOffLoop()
@@ -138,7 +151,7 @@ class Encoder:
 
     async def encode(self, *texts: str) -> int:
         side = FakeText(self.tokenizer)
-        return len(await self.prompts.from_field(texts, [side] * len(texts), True, 1, "a client"))
+        return len(await self.prompts.from_field(texts, [side] * len(texts), True, 1, Peer("10.0.0.1")))
 
 
 async def test_a_prompt_that_is_too_long_ends_the_work_on_its_request() -> None:
@@ -194,9 +207,8 @@ async def test_templates_of_adapters_hold_up_no_long_texts() -> None:
     encoder, template = Encoder(max_model_len=2**17), SlowTemplate()
     chat = ChatFields.model_validate({"messages": [{"role": "user", "content": "x"}]})
     slow = FakeText(template, renders_apart=True)
-    renders = [
-        asyncio.ensure_future(encoder.prompts.from_chat(chat, slow, client)) for client in ("a", "a", "b", "b", "c")
-    ]
+    peers = [Peer(f"10.0.0.{number}") for number in (1, 1, 2, 2, 3)]
+    renders = [asyncio.ensure_future(encoder.prompts.from_chat(chat, slow, peer)) for peer in peers]
     for _ in range(2):
         await asyncio.to_thread(template.begun.acquire)
     async with asyncio.timeout(60):
@@ -205,6 +217,24 @@ async def test_templates_of_adapters_hold_up_no_long_texts() -> None:
     assert not any(render.done() for render in renders)
     template.may_end.set()
     await asyncio.gather(*renders)
+
+
+async def test_a_template_whose_client_is_gone_is_not_rendered() -> None:
+    """Hundreds of half a second each were, one after the other, and held up the end of the server."""
+    encoder, template = Encoder(max_model_len=2**17), SlowTemplate()
+    chat = ChatFields.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    slow, peers = FakeText(template, renders_apart=True), [Peer("10.0.0.1") for _ in range(4)]
+    renders = [asyncio.ensure_future(encoder.prompts.from_chat(chat, slow, peer)) for peer in peers]
+    await asyncio.to_thread(template.begun.acquire)
+    for peer in peers[:3]:
+        peer.gone.set()
+    for render in renders[:3]:
+        with pytest.raises(ClientDisconnect):
+            await render
+    template.may_end.set()
+    await renders[3]
+    assert template.begun.acquire(blocking=False), "of the client that stayed"
+    assert not template.begun.acquire(blocking=False)
 
 
 def test_clients_without_keys_are_networks_of_64_bits() -> None:

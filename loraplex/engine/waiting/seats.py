@@ -6,6 +6,7 @@ mix one. Where there are not so many, the first one runs alone.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -41,15 +42,21 @@ class MixSeats:
         assert self._num_running == Counter(state.request.mix for state in running if state.request.mix)
 
 
-def seated_for(first: RequestState, running: Sequence[RequestState], num_needed: int) -> RequestState | None:
+def seated_for(
+    first: RequestState, running: Sequence[RequestState], num_needed: int, num_left: int
+) -> RequestState | None:
     """Which of the running requests gives its seat to one that waits and needs so many: of those whose tenants were
-    served no less and have more seats by weight even then, the one that is served last."""
+    served no less and have more seats by weight even then, the one that is served last. None where all that they could
+    give, and the num_left that are free, are too few: seats would stand empty until others end."""
     tenant, of_mixes = first.share, Counter[TenantShare]()
     for mix, state in {state.request.mix: state for state in running if state.request.mix}.items():
         of_mixes[state.share] += len(mix) - 1  # one of its requests has them
     num_seats = (tenant.num_running + of_mixes[tenant] + num_needed) / tenant.weight
     served_more = {each.share for each in running if each.share is not tenant and each.share.served >= tenant.place}
-    giving = {each for each in served_more if (each.num_running + of_mixes[each]) / each.weight > num_seats}
+    num_given = {each: each.num_running + of_mixes[each] - num_seats * each.weight for each in served_more}
+    giving = {each: math.ceil(num) for each, num in num_given.items() if num > 0}
+    if num_left + sum(giving.values()) < num_needed:
+        return None
     others = [state for state in running if state.share in giving]
     return last_served(others) if others else None
 

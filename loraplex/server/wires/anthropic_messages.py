@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict
 from loraplex.core import CompletionOutput, FinishReason
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import in_words_of
-from loraplex.server.auth import client_of
 from loraplex.server.context import ServerContext
 from loraplex.server.openai_api import ChatAnswer, OpenAIRoutes
 from loraplex.server.openapi import OF_GENERATION, operation
@@ -96,15 +95,15 @@ class MessagesRoutes:
     @requires(Access.KEY)
     async def count(self, request: Request, query: Annotated[BetaQuery, Query()]) -> Response:
         """How many tokens the prompt of a conversation has."""
-        context, client = self._context, client_of(request)
+        context = self._context
         with in_words_of(NAMES):
             chat = (await context.bodies.read(request, CountTokensRequest)).chat
             adapter = await context.names.resolve(request, chat.model, chat.lora_path, chat.mix)
             hide_targets(request, context.names, [adapter])
             held = context.engine.hold_adapters(adapter)
             held.close()  # the text stays, and no version answers
-            text = await context.text_of(held.refs, client)
-            prompt = await context.prompts.from_chat(chat, text, client, context.prompts.max_counted_ids(text))
+            text = await context.text_of(held.refs, request)
+            prompt = await context.prompts.from_chat(chat, text, request, context.prompts.max_counted_ids(text))
         return Response(encode(TokenCount(len(prompt.token_ids))), media_type="application/json")
 
 

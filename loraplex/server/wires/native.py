@@ -18,7 +18,7 @@ from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import MAX_STOP_STRINGS
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import in_words_of
-from loraplex.server.auth import caller_of, client_of
+from loraplex.server.auth import caller_of
 from loraplex.server.context import GRAMMAR_BYTES, ServerContext
 from loraplex.server.openai_api import OpenAIRoutes
 from loraplex.server.openapi import OF_GENERATION, operation
@@ -184,7 +184,7 @@ class NativeRoutes:
             return body.completion
         self._context.check_grammars_allowed("ebnf")
         try:
-            grammar = await self._context.grammars.run(client_of(request), partial(lark_of, ebnf), GRAMMAR_BYTES)
+            grammar = await self._context.grammars.run_for(request, partial(lark_of, ebnf), GRAMMAR_BYTES)
         except InvalidRequestError as error:
             error.param = "ebnf"
             raise

@@ -12,7 +12,7 @@ from loraplex.errors import LoraplexError
 from loraplex.server.access import Access, clean_error, requires
 from loraplex.server.api_error import ApiError, clipped, error_body, error_response
 from loraplex.server.audit import name_adapters
-from loraplex.server.auth import caller_of, client_of
+from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import PageQuery
 from loraplex.server.openapi import OF_ADAPTERS, operation
@@ -88,4 +88,4 @@ class SGLangLoading:
                 listed[lora_name] = names.card(lora_name, has_paths=caller.is_admin, scope=caller.scope).root
             return listed
 
-        return await self._context.views.run(client_of(request), found, 0)
+        return await self._context.views.run_for(request, found, 0)
