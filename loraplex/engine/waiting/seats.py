@@ -53,8 +53,11 @@ def seated_for(
         of_mixes[state.share] += len(mix) - 1  # one of its requests has them
     num_seats = (tenant.num_running + of_mixes[tenant] + num_needed) / tenant.weight
     served_more = {each.share for each in running if each.share is not tenant and each.share.served >= tenant.place}
-    num_given = {each: each.num_running + of_mixes[each] - num_seats * each.weight for each in served_more}
-    giving = {each: math.ceil(num) for each, num in num_given.items() if num > 0}
+    giving: dict[TenantShare, int] = {}
+    for each in served_more:
+        num_own = each.num_running + of_mixes[each]
+        if (num_above := num_own - num_seats * each.weight) > 0:
+            giving[each] = num_own if of_mixes[each] else math.ceil(num_above)  # a mix gives all of its seats at once
     if num_left + sum(giving.values()) < num_needed:
         return None
     others = [state for state in running if state.share in giving]
