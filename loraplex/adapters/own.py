@@ -59,10 +59,6 @@ class BaseModule:
     def is_linear(self) -> bool:
         return self.kind not in (ShardKind.EMBEDDING, ShardKind.HEAD, ShardKind.NORM)
 
-    @property
-    def has_vocabulary(self) -> bool:
-        return self.kind in (ShardKind.EMBEDDING, ShardKind.HEAD)
-
     def weight_shape(self, vocab_size: int) -> tuple[int, ...]:
         if self.kind is ShardKind.NORM:
             return (self.out_features,)

@@ -91,7 +91,6 @@ class Scheduler:
         self._residency = residency
         self._max_num_seqs = max_num_seqs
         self._max_running = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._states: dict[str, RequestState] = {}
         self._shares = TenantShares()

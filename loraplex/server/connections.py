@@ -519,7 +519,8 @@ def account_of(caller: Caller | None, peer: str, headers: Iterable[tuple[bytes, 
 def forwarded_for(peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Whose request a proxy on this machine forwards: the last address of X-Forwarded-For that is not this machine's.
 
-    What other machines send is not believed. What is no address ends the search, and so do MAX_PROXIES.
+    What other machines send is not believed. What is no address ends the search, and so do MAX_PROXIES. A zone, behind
+    a %, may be any text, and is left out.
     """
     if not _is_loopback(peer):
         return None
@@ -530,7 +531,7 @@ def forwarded_for(peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | No
         except ValueError:
             return None
         if not address.is_loopback:
-            return str(address)
+            return str(ipaddress.ip_address(address.packed))
     return None
 
 

@@ -79,10 +79,6 @@ class Dominance:
         """Whether the content is far from dominant."""
         return self._is_window_full and self.share(content) <= self._rule.leave
 
-    def begin_again(self) -> None:
-        """Forget how long the dominant content has been so."""
-        self.dominant_s = 0.0
-
     @property
     def _is_window_full(self) -> bool:
         return len(self._steps) == self._rule.window
