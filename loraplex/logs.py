@@ -81,7 +81,7 @@ class LineFormatter(logging.Formatter):
         request_id = _fields_of(record).get("request_id", "")
         of_request = f" [{request_id}]" if request_id else ""
         head = f"{_time_of(record)} {record.levelname} {_name_of(record)}: {_message_of(record)}{of_request}"
-        lines = [] if not record.exc_info else self.formatException(record.exc_info).split("\n")
+        lines = [] if not record.exc_info else without_keys(self.formatException(record.exc_info)).split("\n")
         return "\n".join([head, *(f"    {escaped(line)}" for line in lines)])
 
 
@@ -101,7 +101,7 @@ class JsonFormatter(logging.Formatter):
             names = ("client", "method", "path", "status")
             fields |= dict(zip(names, (*access[:3], access[4]), strict=True))
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)[-MAX_TRACEBACK_CHARS:]
+            fields["exception"] = without_keys(self.formatException(record.exc_info))[-MAX_TRACEBACK_CHARS:]
         return json.dumps(fields)
 
 
@@ -303,7 +303,7 @@ def _fields_of(record: logging.LogRecord) -> dict[str, str]:
     known = {"request_id": of_record}
     if context is not None and not of_record:
         known = {"request_id": context.request_id, "tenant": context.tenant, "adapter": context.adapter}
-    return {name: escaped(value[:MAX_PATH_CHARS]) for name, value in known.items() if value}
+    return {name: escaped(without_keys(value)[:MAX_PATH_CHARS]) for name, value in known.items() if value}
 
 
 def _access_of(record: logging.LogRecord) -> tuple[str, str, str, str, int] | None:

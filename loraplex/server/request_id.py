@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from loraplex.errors import LoraplexError
-from loraplex.logs import RequestContext, request_context
+from loraplex.logs import RequestContext, request_context, without_keys
 from loraplex.server.api_error import error_reply, error_response, status_of
 from loraplex.server.browser_guard import BROWSER_HEADERS
 
@@ -30,8 +30,8 @@ def new_request_id() -> str:
 
 
 def request_id_of(given: str) -> str:
-    """What a client sent, if it is usable."""
-    return given if USABLE.fullmatch(given) else new_request_id()
+    """What a client sent, if it is usable: it stands in logs, so a key is not."""
+    return given if USABLE.fullmatch(given) and without_keys(given) == given else new_request_id()
 
 
 class RequestIdMiddleware:

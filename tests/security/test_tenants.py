@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -527,14 +528,21 @@ async def test_a_key_that_is_given_where_its_id_belongs_is_in_no_log(
     """An admin's slip. Nothing of it but that it is one."""
     secret, formatter = server.keys["acme"], logs.LineFormatter()
     async with client_of(server.app) as client:
-        client.headers.update(server.headers("admin"))
+        client.headers.update({**server.headers("admin"), "X-Request-Id": secret})
         assert (await client.delete(f"/v1/keys/{secret}")).status_code == 404
         await client.post("/v1/tenants", json={"name": secret})
         await client.post("/v1/adapters", json={"name": secret, "path": "/srv/newer"})
         events = (await client.get("/v1/events", params={"stream": "false"})).text
     path = ("127.0.0.1:1", "DELETE", f"/v1/keys/{secret}", "1.1", 404)
     access = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', path, None)
-    lines = [formatter.format(record) for record in (*caplog.records, access)]
+    try:
+        raise ValueError(secret)
+    except ValueError:
+        failed = logging.LogRecord("loraplex.server", logging.ERROR, "", 0, "x", (), sys.exc_info())
+    lines = [formatter.format(record) for record in (*caplog.records, access, failed)]
+    context = logs.request_context.set(logs.RequestContext(secret, secret, secret))
+    lines += [form.format(failed) for form in (formatter, logs.JsonFormatter())]
+    logs.request_context.reset(context)
     assert "lp-..." in events
     assert secret[3:12] not in events + "".join(lines)
 

@@ -42,7 +42,7 @@ async def test_a_refusal_without_a_usable_head_has_a_new_id(pieces: tuple[bytes,
     assert MADE.search(connection.transport.written)
 
 
-@pytest.mark.parametrize("given", [b"a b", b"a\x9b", b"x" * 129, b""])
+@pytest.mark.parametrize("given", [b"a b", b"a\x9b", b"x" * 129, b"", b"a:lp-" + b"Ab_9" * 11])
 def test_an_id_that_cannot_be_used_does_not_reach_the_answer(given: bytes) -> None:
     answer = closing_answer(EngineShutdownError("the server ends"), [(b"x-request-id", given)])
     head, _, body = answer.partition(b"\r\n\r\n")
