@@ -62,6 +62,7 @@ MAX_TEXT_BYTES of text.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -71,11 +72,23 @@ MAX_REASONS = 64
 MAX_REASON_BYTES = 800
 MAX_TEXT_BYTES = 64 * 2**10
 
+KEY = re.compile(r"lp-[\w-]{43}", re.ASCII)
+"""Of a tenant, as `tenants.records.new_secret` makes them."""
+
+_MAX_NAME_CHARS = 4096
+"""In a longer text no key is looked for."""
+
+
+def without_keys(text: str) -> str:
+    """A client may write a key where its id or another name belongs."""
+    return KEY.sub("lp-...", text)
+
 
 def shown(value: object, limit: int = MAX_SHOWN_CHARS) -> str:
-    """A value for a message, in at most `limit` characters and little work; of a long text both ends."""
+    """A value for a message, in at most `limit` characters and little work; of a long text both ends, of a key none."""
     if isinstance(value, str):
-        text = repr(shortened(value, limit - 2))
+        known = without_keys(value) if len(value) <= _MAX_NAME_CHARS else value
+        text = repr(shortened(known, limit - 2))
     else:
         short = reprlib.Repr()
         short.maxlevel, short.maxstring, short.maxother, short.maxlong = 3, limit, limit, limit

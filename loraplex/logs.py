@@ -29,6 +29,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
 
+from loraplex.errors import without_keys
+
 MAX_CHARS = 4096
 """Of a message; the rest is cut off."""
 
@@ -50,8 +52,6 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"
 )
 _ACCESS = "uvicorn.access"
-_KEYS = re.compile(r"lp-[\w-]{43}")
-"""Of tenants, as `tenants.records.new_secret` makes them."""
 
 
 @dataclass(slots=True)
@@ -252,11 +252,6 @@ def configure_from(given: Sequence[str]) -> None:
     write_any_text(sys.stderr)
     if given:
         configure(given[0], given[1], with_root=True)
-
-
-def without_keys(text: str) -> str:
-    """A client may write a key where its id or another name belongs."""
-    return _KEYS.sub("lp-...", text)
 
 
 def _has_json_lines() -> bool:

@@ -15,9 +15,10 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from loraplex.errors import without_keys
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend.event_hub import EventHub
-from loraplex.logs import request_context, without_keys
+from loraplex.logs import request_context
 from loraplex.server.api_error import CLIENT_CLOSED_REQUEST, MAX_SHOWN_CHARS, status_of
 from loraplex.server.auth import KEYLESS, caller_of
 

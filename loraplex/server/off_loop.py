@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import client_of

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from loraplex.errors import LoraplexError
-from loraplex.logs import RequestContext, request_context, without_keys
+from loraplex.errors import LoraplexError, without_keys
+from loraplex.logs import RequestContext, request_context
 from loraplex.server.api_error import error_reply, error_response, status_of
 from loraplex.server.browser_guard import BROWSER_HEADERS
 

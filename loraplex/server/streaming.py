@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Seque
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import StreamingResponse
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from loraplex.adapters.registry.adapter_name import MAX_NAME_LEN, check_adapter_
 from loraplex.errors import AdapterConflictError, InvalidRequestError
 from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import ServerConfig, create_app
+from loraplex.tenants.records import new_secret
 from loraplex.testing import FakeAsyncEngine
 from tests.server.conftest import client_of
 
@@ -61,7 +62,10 @@ LOOK_ALIKES = {
     "trailing space": "sql ",
 }
 PATHS = ["..", ".", "../sql", "a/../b", "a/..", "./sql", "a/./b", "a//b", "a/", "/", "//a", "/a/../b"]
+KEYS = ["lp-" + "Ab_9-" * 8 + "xyz", "sql.lp-" + "A" * 43, "lp-" + "-" * 43]
 GOOD = [
+    "help-desk-summaries-of-german-tickets-llama-3_1-8b-v2",
+    "lp-" + "a" * 44,
     "sql",
     "Sql-2_v1.0",
     "caf\u00e9",
@@ -80,13 +84,21 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize("name", [*LOOK_ALIKES.values(), *PATHS, "", "x" * (MAX_NAME_LEN + 1)], ids=ascii)
+@pytest.mark.parametrize("name", [*LOOK_ALIKES.values(), *PATHS, *KEYS, "", "x" * (MAX_NAME_LEN + 1)], ids=ascii)
 def test_what_cannot_be_a_name(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_adapter_name(name, ())
     assert caught.value.param == "name"
     assert len(caught.value.message) < 300
     assert caught.value.message.isprintable()
+
+
+def test_a_tenants_key_is_no_name_and_in_no_message() -> None:
+    key = new_secret()
+    for name in (key, f"of-{key}"):
+        with pytest.raises(InvalidRequestError, match="the form of a key") as caught:
+            check_adapter_name(name, ())
+        assert not any(key[start : start + 6] in caught.value.message for start in range(3, 40))
 
 
 @pytest.mark.parametrize("name", [*GOOD, "/srv/adapters/sql", "org/name"])

@@ -531,7 +531,8 @@ async def test_a_key_that_is_given_where_its_id_belongs_is_in_no_log(
         client.headers.update({**server.headers("admin"), "X-Request-Id": secret})
         assert (await client.delete(f"/v1/keys/{secret}")).status_code == 404
         await client.post("/v1/tenants", json={"name": secret})
-        await client.post("/v1/adapters", json={"name": secret, "path": "/srv/newer"})
+        loaded = await client.post("/v1/adapters", json={"name": secret, "path": "/srv/newer"})
+        assert loaded.status_code == 400, "names stand in events, metrics and fields of lines"
         events = (await client.get("/v1/events", params={"stream": "false"})).text
     path = ("127.0.0.1:1", "DELETE", f"/v1/keys/{secret}", "1.1", 404)
     access = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', path, None)

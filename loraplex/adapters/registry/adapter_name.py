@@ -6,7 +6,8 @@ parts between slashes are neither empty nor `.` nor `..`, and begin with no comb
 have slashes at all (`--lora-paths /srv/sql` is its own name), since what stands before a slash will be a tenant. `:` is
 allowed, unless the name starts with `BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients
 select an adapter, so such a name would mean two things. The names of the base model are not names of adapters. `NAME@2`
-addresses version 2 of NAME, so no adapter can be loaded under a name of that form, in the digits of any script.
+addresses version 2 of NAME, so no adapter can be loaded under a name of that form, in the digits of any script. What
+has the form of a tenant's key is no name: names stand in logs, events and metrics.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-from loraplex.errors import AdapterConflictError, InvalidRequestError, shown
+from loraplex.errors import KEY, AdapterConflictError, InvalidRequestError, shown
 
 MAX_NAME_LEN = 256
 _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U00016fe4\U000e0100-\U000e01ef]")
 """Printable to Python, and drawn as nothing: fillers, variation selectors, the blank of Braille."""
+
+_KEY_ALONE = re.compile(rf"(?<!\w){KEY.pattern}(?![\w-])", re.ASCII)
 
 _ADDRESS = re.compile(r"(.+)@([0-9]{1,18})", re.DOTALL | re.ASCII)
 
@@ -78,6 +81,8 @@ def _why_unusable(name: str) -> str | None:
         return "has control or invisible characters, or a space at an end; remove them"
     if not unicodedata.is_normalized("NFKC", name):
         return f"is another name than it looks: write {shown(unicodedata.normalize('NFKC', name))} (its NFKC form)"
+    if _KEY_ALONE.search(name):
+        return "has the form of a key, and names stand in logs; choose another name"
     parts = name.removeprefix("/").split("/")
     if not {"", ".", ".."}.isdisjoint(parts):
         return "has an empty part, '.' or '..' between slashes; choose another name"
