@@ -135,9 +135,7 @@ class Scheduler:
             self._waiting.arrive(state)
         else:
             self._compiling.add(state)
-        if self._residency is not None:
-            for adapter_id in request.adapter_ids:
-                self._residency.prefetch(adapter_id)
+        self._prefetch((state,))
 
     def has(self, request_id: str) -> bool:
         """Whether a request of this name has not ended."""
@@ -251,7 +249,7 @@ class Scheduler:
         called = self._turns.called(self._waiting) if paused else ()
         if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
-        self._prefetch_waiting()
+        self._prefetch(self._waiting.first(PREFETCH_DEPTH))
         plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(self._failed), now_s)
         self._failed.clear()
         if scheduled:
@@ -354,8 +352,11 @@ class Scheduler:
             num_taken = self._mixes.needed_for(state.request.mix)
             if num_taken > num_seats and self._running and state.request.mix not in blocked:
                 break  # first come, first served
-            if not budget.fit(state):
-                break  # an adapter is used by what runs
+            if not budget.fit(state):  # an adapter is used by what runs
+                if not budget.num_prompt_tokens:
+                    break
+                admission.pass_some(state)  # log probabilities of its prompt lack room: others have none
+                continue
             try:
                 waits_for = self._acquire_adapter(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
@@ -446,9 +447,9 @@ class Scheduler:
         scheduled.append(ScheduledSequence.next_of(state, num_tokens))
         return True
 
-    def _prefetch_waiting(self) -> None:
+    def _prefetch(self, states: Iterable[RequestState]) -> None:
         if self._residency is not None:
-            for state in self._waiting.first(PREFETCH_DEPTH):
+            for state in states:
                 for adapter_id in state.request.adapter_ids:
                     self._residency.prefetch(adapter_id)
 

@@ -22,7 +22,7 @@ from loraplex.core import (
 )
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
-from loraplex.engine.waiting.queue import NUM_LOOKS
+from loraplex.engine.waiting.queue import MAX_PASSED, NUM_LOOKS
 from loraplex.engine.waiting.service_levels import MAX_CANDIDATES, StepBudget
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError
 from loraplex.kvcache.allocator import KVBlockAllocator
@@ -350,7 +350,7 @@ class TestBudgets:
         harness.add("plain", 900, max_tokens=2)
         first = ran(harness.step())
         most = MAX_CANDIDATES // 21
-        assert first == {"short": 1, "a": most}, "those behind it come in the next steps"
+        assert first == {"short": 1, "a": most, "plain": 900}, "one without them does not wait for those of another"
         while harness.scheduler.has_unfinished:
             plan = harness.step()
             scored = [
@@ -362,6 +362,22 @@ class TestBudgets:
             assert "short" in ran(plan) or harness.reason("short") is not None
         assert len(steps_of(harness, "a")) == -(-600 // most) + 1
         assert {len(harness.tokens(name)) for name in ("a", "b", "plain")} == {2}
+
+    @pytest.mark.parametrize("num_scored", [2, 3 * MAX_PASSED])
+    def test_prompts_with_log_probabilities_hold_up_no_other_tenant(self, num_scored: int) -> None:
+        """The first of them takes all the candidates of its steps; those behind it ended the look through the queue."""
+        harness = Harness(num_blocks=8192, tokens=512, seqs=64)
+        for index in range(num_scored):
+            salt, claim = f"s{index}", Claim("scored")
+            harness.add(f"s{index}", 1500, max_tokens=1, prompt_logprobs=20, cache_salt=salt, claim=claim)
+        harness.step()
+        harness.add("other", 8, max_tokens=1, claim=Claim("other"))
+        harness.add("own", 8, max_tokens=1, claim=Claim("scored"))
+        steps = [ran(harness.step()) for _ in range(3)]
+        assert "other" in steps[0]
+        assert ("own" in steps[0]) == (num_scored <= MAX_PASSED), "its own wait where many are before it"
+        assert {max(step.values()) for step in steps} == {MAX_CANDIDATES // 21}
+        harness.run()
 
     def test_a_position_may_have_more_candidates_than_a_step(self) -> None:
         harness = Harness()

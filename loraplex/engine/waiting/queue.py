@@ -31,6 +31,9 @@ from loraplex.errors import InvalidRequestError
 Rank = tuple[int, int]
 ContentKey = int | tuple[MixPart, ...] | None
 
+MAX_PASSED = 16
+"""Requests in a step whose prompts' log probabilities have no room in it."""
+
 MAX_A_STEP = 256
 NUM_LOOKS = 64
 """At grammars that are not compiled, in a step. The next looks at others: those of clients are compiled in turn."""
@@ -465,6 +468,7 @@ class Admission:
         self._empty: list[_Lane] = []
         self._reached: dict[_Lane, Rank | None] = {}  # those before it were looked at; None: all
         self._blocked: list[tuple[_Line, bool]] = []
+        self._num_passed = 0
 
     def next(self) -> RequestState | None:
         """The request that comes next, until it is removed or set aside; None when there is none."""
@@ -488,6 +492,11 @@ class Admission:
         """It does not run in this step, whatever room there is, and waits as before."""
         self._queue.set_apart(state)
         self._set_aside(state)
+
+    def pass_some(self, state: RequestState) -> None:
+        """As `pass_over`, MAX_PASSED times in a look, and then as `pass_tenant`: a step looks at few requests."""
+        self._num_passed += 1
+        (self.pass_over if self._num_passed <= MAX_PASSED else self.pass_tenant)(state)
 
     def pass_tenant(self, state: RequestState) -> None:
         """Nor do others of its tenant."""
