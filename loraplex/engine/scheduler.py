@@ -249,7 +249,7 @@ class Scheduler:
         called = self._turns.called(self._waiting) if paused else ()
         if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
-        self._prefetch(self._waiting.first(PREFETCH_DEPTH))
+        self._prefetch(self._waiting.first(PREFETCH_DEPTH) if self._residency is not None else ())
         plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(self._failed), now_s)
         self._failed.clear()
         if scheduled:
