@@ -1,10 +1,10 @@
 """The twin beside the engine: six cells, each predicted and then measured, on the same arrivals.
 
-    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 27 minutes
+    python -m benchmarks.twin --json results/twin.json                 makes its fixture, calibrates, about 32 minutes
     python -m benchmarks.twin --calibration calibration.json --seconds 60
 A calibration is of one machine with its settings: give --threads and --requests-in-flight as they were. A machine's
-speed changes by some percent within minutes, so it is calibrated before each cell and after it, and what lies between
-the two predicts. What disturbs steps is drawn: the median of --draws simulations counts.
+speed changes by some percent within minutes, so it is calibrated before each run of a cell and after the last, and
+their mean predicts. What disturbs steps is drawn: the median of --draws simulations counts.
 
 Rates are shares of the throughput that the twin predicts for requests that come all at once. A cell has an engine of
 its own, with all adapters registered; its arrivals, lengths and adapters are drawn once for both, and it runs --runs
@@ -24,6 +24,7 @@ calibration is in every prediction.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -216,7 +217,10 @@ def arrivals_of(workload: Workload, requests: Sequence[LoRARequest], vocab_size:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a cell's engines did. works: of each run's steps, and step_s, what they took together."""
+    """What a cell's engines did. works: of each run's steps, and step_s, what they took together.
+
+    calibrations: before each run, and after the last.
+    """
 
     cell: Cell
     settings: TwinSettings
@@ -226,19 +230,25 @@ class Measured:
     step_s: tuple[float, ...]
     counted: Counters
     load: float
+    calibrations: tuple[Calibration, ...]
 
 
 def measure(
-    cell: Cell, workload: Workload, made: Fixture, args: argparse.Namespace, settings: TwinSettings
+    cell: Cell,
+    workload: Workload,
+    made: Fixture,
+    args: argparse.Namespace,
+    settings: TwinSettings,
+    calibration: Calibration,
 ) -> Measured:
-    """Each run has an engine of its own."""
+    """Each run has an engine of its own, and a calibration behind it."""
     budgets = {
         "adapter_memory_bytes": settings.adapter_memory_bytes,
         "host_memory_bytes": settings.host_memory_bytes,
         "max_model_len": MAX_MODEL_LEN,
     }
     load = os.getloadavg()[0]
-    runs, works, step_s = [], [], []
+    runs, works, step_s, calibrations = [], [], [], [calibration]
     for _ in range(args.runs):
         with start(made, args, budgets) as llm:
             requests = lora_requests(made)[: cell.adapters]
@@ -252,11 +262,14 @@ def measure(
             step_s.append(ran.seconds)
             counted = Counters.of(llm.stats()) - before
             llm.check_integrity()
-    return Measured(cell, settings, workload, tuple(runs), tuple(works), tuple(step_s), counted, load)
+        calibrations.append(calibration_of(made, args))
+    of_runs = tuple(runs), tuple(works), tuple(step_s)
+    return Measured(cell, settings, workload, *of_runs, counted, load, tuple(calibrations))
 
 
-def row_of(measured: Measured, calibration: Calibration, num_draws: int) -> Row:
+def row_of(measured: Measured, num_draws: int) -> Row:
     """What the twin says of a cell."""
+    calibration = mean_of(measured.calibrations)
     model, seed = calibration.step_model(), measured.workload.seed
     steps = []
     for works, seconds_of_steps in zip(measured.works, measured.step_s, strict=True):
@@ -303,11 +316,13 @@ def _watched(llm: LLM, rank: int) -> Iterator[_Ran]:
     ran.seconds = sum(llm.stats().step_times.seconds.values()) - before_s
 
 
-def between(before: Calibration, after: Calibration) -> Calibration:
-    """Steps take the mean of both, and are disturbed as they were in either; loads take what they took before."""
-    front = FrontTime(*map(statistics.mean, zip(astuple(before.front), astuple(after.front), strict=True)))
-    step_ms = {name: statistics.mean((ms, after.step_ms[name])) for name, ms in before.step_ms.items()}
-    return replace(before, step_ms=step_ms, step_ratios=before.step_ratios + after.step_ratios, front=front)
+def mean_of(calibrations: Sequence[Calibration]) -> Calibration:
+    """Steps take the mean of all, and are disturbed as they were in any; loads take what they took in the first."""
+    first = calibrations[0]
+    front = FrontTime(*map(statistics.mean, zip(*(astuple(each.front) for each in calibrations), strict=True)))
+    step_ms = {name: statistics.mean(each.step_ms[name] for each in calibrations) for name in first.step_ms}
+    step_ratios = tuple(itertools.chain.from_iterable(each.step_ratios for each in calibrations))
+    return replace(first, step_ms=step_ms, step_ratios=step_ratios, front=front)
 
 
 def _scaled(calibration: Calibration, factor: float) -> Calibration:
@@ -378,9 +393,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rate = cell.load * capacity(calibrations[-1], cell, settings, args.rank)
         num_requests = max(20, round(rate * cell.share * args.seconds))
         workload = cell.workload(args.rank, rate, num_requests, args.seed)
-        measured = measure(cell, workload, made, args, settings)
-        calibrations.append(calibration_of(made, args))
-        rows.append(row_of(measured, between(*calibrations[-2:]), args.draws))
+        measured = measure(cell, workload, made, args, settings, calibrations[-1])
+        calibrations.extend(measured.calibrations[1:])
+        rows.append(row_of(measured, args.draws))
     title = title_of(made, args, f"{args.seconds:g} s of arrivals a cell, rank {args.rank}")
     console = wide_console()
     console.print(table_of(rows, title))
@@ -421,7 +436,7 @@ def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(new, rank=8)
     new.add_argument("--calibration", type=Path, metavar="FILE", help="of `loraplex calibrate` (default: made first)")
-    new.add_argument("--calibrate-seconds", type=seconds, default=80.0, help="each time (default: 80)")
+    new.add_argument("--calibrate-seconds", type=seconds, default=40.0, help="each time (default: 40)")
     new.add_argument("--seconds", type=seconds, default=60.0, help="of arrivals a cell (default: 60)")
     new.add_argument("--cell", choices=[cell.name for cell in CELLS], help="this one alone")
     new.add_argument("--runs", type=positive, default=3, help="of a cell (default: 3)")

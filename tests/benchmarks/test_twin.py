@@ -91,21 +91,23 @@ def test_steps_that_ran_are_what_the_model_says_of_them() -> None:
     first = MeasuredSpread(0.2, simulated.first_token_s.p50, 0.3, simulated.first_token_s.p99, 0.6)
     run = Summary(12, 0, 10.0, simulated.tokens_per_s, first, first, first, ())
     took_s = 1.25e-3 * sum(map(known.step_model().ms, works))
-    cell = twin.Measured(twin.CELLS[1], settings(), made, (run,), (tuple(works),), (took_s,), Counters(3, 1), 0.1)
-    row = twin.row_of(cell, replace(known, step_ratios=()), 3)
+    quiet = replace(known, step_ratios=())
+    of_run = (run,), (tuple(works),), (took_s,)
+    cell = twin.Measured(twin.CELLS[1], settings(), made, *of_run, Counters(3, 1), 0.1, (quiet, quiet))
+    row = twin.row_of(cell, 3)
     assert row.is_met, "the twin itself was measured"
     assert row.steps_off == pytest.approx(-0.2)
     assert row.scaled.first_token_s.p50 > row.predicted.first_token_s.p50
 
 
-def test_what_lies_between_two_calibrations_predicts() -> None:
+def test_the_mean_of_the_calibrations_predicts() -> None:
     before = replace(calibration(), step_ratios=((1, 1.0),), front=FrontTime(1.0, 2.0, 3.0))
     slower = {name: 1.5 * ms for name, ms in before.step_ms.items()}
     after = replace(before, step_ms=slower, step_ratios=((2, 1.1),), front=FrontTime(2.0, 2.0, 5.0))
-    between, work = twin.between(before, after), StepWork(40, 8, 900, 120, ((8, 20), (8, 20)))
-    assert between.step_model().ms(work) == pytest.approx(1.25 * before.step_model().ms(work))
-    assert between.step_ratios == ((1, 1.0), (2, 1.1))
-    assert between.front == FrontTime(1.5, 2.0, 4.0)
+    mean, work = twin.mean_of([before, after]), StepWork(40, 8, 900, 120, ((8, 20), (8, 20)))
+    assert mean.step_model().ms(work) == pytest.approx(1.25 * before.step_model().ms(work))
+    assert mean.step_ratios == ((1, 1.0), (2, 1.1))
+    assert mean.front == FrontTime(1.5, 2.0, 4.0)
 
 
 def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
