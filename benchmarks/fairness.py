@@ -268,7 +268,7 @@ def measure(*, is_quick: bool, num_runs: int) -> list[Row]:
     ours, theirs = (on_and_off(steps, is_shared=is_shared) for is_shared in (True, False))
     rows.append(Row("onoff", "least share while there", ours[0], theirs[0], "0.5 less bound"))
     rows.append(Row("onoff", "largest share while there", ours[1], theirs[1], "0.5 and bound"))
-    for num_prompt, limits in ((MAX_PROMPT, ("a step more", "-")), (LIGHT_PROMPT, ("1.5", "1.5"))):
+    for num_prompt, limits in ((MAX_PROMPT, ("a step more", "1.5")), (LIGHT_PROMPT, ("1.5", "1.5"))):
         alone = light(requests, num_prompt, 0, is_shared=True)
         flooded = [light(requests, num_prompt, 64, is_shared=is_shared) for is_shared in (True, False)]
         for name, limit in zip(("steps", "cpu_ms"), limits, strict=True):

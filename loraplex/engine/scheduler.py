@@ -50,13 +50,7 @@ from loraplex.engine.schedule_plan import (
 )
 from loraplex.engine.speculation import Speculation
 from loraplex.engine.waiting.adapter_turns import AdapterTurns
-from loraplex.engine.waiting.queue import (
-    SEAT,
-    Admission,
-    CompilingRequests,
-    WaitingQueue,
-    arrival_index,
-)
+from loraplex.engine.waiting.queue import SEAT, Admission, CompilingRequests, WaitingQueue, arrival_index
 from loraplex.engine.waiting.seats import MixSeats, borrowers_of, goes_after, last_served, seated_for
 from loraplex.engine.waiting.service_levels import ServiceLevels, StepBudget
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
@@ -368,6 +362,8 @@ class Scheduler:
             lacking = self._lacks_kv
             if self._admit(state, budget, scheduled):
                 num_seats -= num_taken
+                if state.share.num_running == 1 < len(self._running) and 4 * num_seats <= self._max_running:
+                    admission.hurry()
                 self._past_it += [] if lacking is None else [state]
             elif lacking is self._lacks_kv:
                 break  # out of tokens of prompts, or of KV for a second one: first come, first served
