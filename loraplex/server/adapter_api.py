@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import AdapterInfo, CheckAnswer, LoadResult, LoadStatus, LoRARegistry
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
 from loraplex.adapters.source import narrowed_to
 from loraplex.errors import LoraplexError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS
@@ -314,10 +314,8 @@ class AdapterRoutes:
             if body.path is not None:
                 await self._check_path(request, body.path)
             result = await self._put(request, name, body)
-            if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
-                async with self._quota.changing(request, name, is_pin=body.is_pinned):
-                    verb, check = LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, self._names.answer_check
-                    await self._engine.on_registry(verb, name, check(request, name))
+        if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
+            await self._pin(request, name, body.is_pinned)
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
         return _json(LoadReply.of(result, caller_of(request).scope), 201 if is_new else 200)
 
@@ -450,17 +448,16 @@ class AdapterRoutes:
     @requires(Access.OWN_VERB)
     async def pin(self, name: str, request: Request) -> Response:
         """Promote, and exempt from eviction."""
-        async with self._quota.changing(request, caller_of(request).scope.own(name), is_pin=True):
-            return await self._change(request, name, LoRARegistry.pin)
+        return await self._change(request, name, partial(self._pin, is_pinned=True))
 
     @requires(Access.OWN_VERB)
     async def unpin(self, name: str, request: Request) -> Response:
-        return await self._change(request, name, LoRARegistry.unpin)
+        return await self._change(request, name, partial(self._pin, is_pinned=False))
 
     @requires(Access.OWN_VERB)
     async def evict(self, name: str, request: Request) -> Response:
         """One tier down. The name still resolves."""
-        return await self._change(request, name, LoRARegistry.evict)
+        return await self._change(request, name, self._evict)
 
     @requires(Access.OWN_VERB)
     async def preload(self, name: str, request: Request) -> Response:
@@ -470,13 +467,20 @@ class AdapterRoutes:
         outcome = await self._verb(request, LoRARegistry.preload, name)
         return _json(ResidencyReply(scope.shown(name), outcome.is_new, scope.visible(outcome.evicted)))
 
-    async def _change(
-        self, request: Request, name: str, verb: Callable[[LoRARegistry, str, CheckAnswer], bool]
-    ) -> Response:
+    async def _change(self, request: Request, name: str, change: Callable[[Request, str], Awaitable[bool]]) -> Response:
         self._registry(f"adapter {clipped(name)!r} was named")
         name = self._names.answering(request, name)
-        has_changed = await self._verb(request, verb, name, self._names.answer_check(request, name))
+        has_changed = await change(request, name)
         return _json(ResidencyReply(caller_of(request).scope.shown(name), has_changed))
+
+    async def _pin(self, request: Request, name: str, is_pinned: bool) -> bool:
+        """What waits for the tenant's other changes, which may be slow, has no turn of the verbs meanwhile."""
+        verb, turn = LoRARegistry.pin if is_pinned else LoRARegistry.unpin, self._verbs.of(client_of(request))
+        async with self._quota.changing(request, name, is_pin=is_pinned, turn=turn):
+            return await self._engine.on_registry(verb, name, self._names.answer_check(request, name))
+
+    async def _evict(self, request: Request, name: str) -> bool:
+        return await self._verb(request, LoRARegistry.evict, name, self._names.answer_check(request, name))
 
     async def _verb(
         self, request: Request, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs

@@ -28,7 +28,7 @@ from loraplex.errors import (
     JournalError,
     LoraplexError,
 )
-from loraplex.server import ServerConfig, create_app
+from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from loraplex.testing import FakeAsyncEngine
@@ -235,6 +235,59 @@ async def test_pins_beyond_a_share_of_memory(server: Tenancy, monkeypatch: pytes
         assert (await client.post("/v1/adapters/sql/unpin")).status_code == 200
     async with client_as(server, "operator") as client:
         assert (await client.post("/v1/adapters/acme%2Fsql/pin")).status_code == 200
+
+
+async def test_pins_ask_the_engine_in_their_turn_alone(server: Tenancy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand pins of a tenant took every thread of verbs, and other tenants' adapters were not loaded."""
+    held, asked = threading.Event(), []
+    monkeypatch.setattr(adapter_api, "MAX_VERBS_OF_A_CLIENT", 2)
+    monkeypatch.setattr(
+        FakeAdapterStore, "check_pins", lambda self, tenant, number: asked.append(tenant) or held.wait(60)
+    )
+    routes = create_app(server.engine, server.app.state.context.config)
+    async with client_of(routes) as client:
+        url = "/v1/adapters/sql/pin"
+        pins = [asyncio.ensure_future(client.post(url, headers=server.headers("acme"))) for _ in range(30)]
+        while len(asked) < 2:
+            await asyncio.sleep(0.001)
+        unpinned = await client.post("/v1/adapters/sql/unpin", headers=server.headers("beta"))
+        assert unpinned.status_code == 200, "beta's has threads, and turns"
+        assert asked == ["acme", "acme"]
+        held.set()
+        assert {answer.status_code for answer in await asyncio.gather(*pins)} == {200}
+
+
+async def test_pins_that_wait_for_a_tenants_load_take_no_turn(
+    server: Tenancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant with a limit changes one adapter after another; what waited for its slow load kept others' places."""
+    limit(server, adapters=9, pins=9)
+    monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.05)
+    hang, began = threading.Event(), threading.Event()
+    registry = server.engine.registry
+    assert registry is not None
+    open_adapter = registry._loader._open_adapter
+
+    def slow(path: str) -> OpenedAdapter:
+        if path == "/srv/acme/slow":
+            began.set()
+            hang.wait(60)
+        return open_adapter(path)
+
+    registry._loader._open_adapter = slow
+    async with client_as(server, "acme") as client, client_as(server, "operator") as operator:
+        body = {"name": "slow", "path": "/srv/acme/slow"}
+        loading = asyncio.ensure_future(client.post("/v1/adapters", json=body))
+        await asyncio.to_thread(began.wait, 60)
+        pins = [client.post("/v1/adapters/sql/pin") for _ in range(20)]
+        pins += [client.put("/v1/adapters/sql", json={"is_pinned": True}) for _ in range(20)]
+        waiting = [asyncio.ensure_future(pin) for pin in pins]
+        await asyncio.sleep(0.1)
+        assert (await operator.post("/v1/adapters/beta%2Fsql/evict")).status_code == 200
+        assert (await client.post("/v1/adapters/sql/evict")).status_code == 200, "its own, too"
+        hang.set()
+        assert (await loading).status_code == 200
+        assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
 
 
 async def test_bytes_of_adapters(server: Tenancy) -> None:

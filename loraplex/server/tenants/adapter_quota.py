@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from fastapi import Request
@@ -44,17 +44,29 @@ class AdapterQuota:
 
     @asynccontextmanager
     async def changing(
-        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False, is_needed: bool = False
+        self,
+        request: Request,
+        name: str,
+        *,
+        is_load: bool = False,
+        is_pin: bool = False,
+        is_needed: bool = False,
+        turn: AbstractAsyncContextManager[None] | None = None,
     ) -> AsyncIterator[Callable[[int], None] | None]:
         """Around a verb that loads or pins the adapter registered as `name`, which takes what this gives as its
         `check_size`. is_needed: a request loads it, and what gives raises where others are to leave for it: not before
-        it is known to be good. Raises TenantLimitError, and AdapterNoRoomError for a request and
-        for a pin beyond the tenant's share of memory."""
-        tenant = caller_of(request).scope.tenant
-        async with (
-            self._within_limits(request, name, is_load, is_pin, is_needed) as check_size,
-            AsyncExitStack() as stack,
-        ):
+        it is known to be good. turn: of verbs of all clients, taken behind the tenant's own and before the engine is
+        asked. Raises TenantLimitError, and AdapterNoRoomError for a request and for a pin beyond the tenant's share of
+        memory."""
+        tenant, limits = caller_of(request).scope.tenant, _limits_of(request, is_load, is_pin)
+        async with AsyncExitStack() as stack:
+            if tenant and limits is not None:
+                await stack.enter_async_context(self._turns.setdefault(tenant, asyncio.Lock()))
+            if turn is not None:
+                await stack.enter_async_context(turn)
+            check_size = None
+            if tenant and limits is not None:
+                check_size = await self._check(f"{tenant}/", limits, name, is_load, is_pin, is_needed)
             if is_pin and tenant:
                 await self._engine.on_registry(LoRARegistry.check_pins, tenant, name)
                 await self._engine.on_registry(self._room.check_pin, tenant, name)
@@ -62,36 +74,26 @@ class AdapterQuota:
                 await stack.enter_async_context(self._room.for_new(name, is_needed=is_needed))
             yield check_size
 
-    @asynccontextmanager
-    async def _within_limits(
-        self, request: Request, name: str, is_load: bool, is_pin: bool, is_needed: bool
-    ) -> AsyncIterator[Callable[[int], None] | None]:
-        scope = caller_of(request).scope
-        tenant = scope.table.tenants.get(scope.tenant or "")
-        limits = Limits() if tenant is None else tenant.limits
-        is_limited = is_load and (limits.adapters is not None or limits.adapter_bytes is not None)
-        if tenant is None or not (is_limited or (is_pin and limits.pins is not None)):
-            yield None
-            return
-        prefix = f"{tenant.name}/"
-        async with self._turns.setdefault(tenant.name, asyncio.Lock()):
-            before = await self._engine.on_registry(self._bytes_of, prefix)
-            error, num_over = None, 1
-            if is_load and name not in before and _is_full(limits.adapter_bytes, sum(before.values())):
-                error = _too_many(f"{sum(before.values())} bytes of adapters", limits.adapter_bytes, "adapter_bytes")
-            if is_load and name not in before and limits.adapters is not None and len(before) >= limits.adapters:
-                error = _too_many(f"{len(before)} adapters", limits.adapters, "adapters")
-                num_over = len(before) + 1 - limits.adapters
-            if error is not None and not is_needed:
-                raise error
-            if error is not None:
-                await self._engine.on_registry(self._room.check_own, prefix, num_over, error)
-            if is_pin and limits.pins is not None:
-                pinned = await self._engine.on_registry(_pinned_of, prefix) - {name}
-                if _is_full(limits.pins, len(pinned)):
-                    raise _too_many(f"{len(pinned)} pinned adapters", limits.pins, "pins")
-            most = limits.adapters if is_needed else None
-            yield partial(self._check_size, prefix, name, sum(before.values()), limits.adapter_bytes, most)
+    async def _check(
+        self, prefix: str, limits: Limits, name: str, is_load: bool, is_pin: bool, is_needed: bool
+    ) -> Callable[[int], None]:
+        before = await self._engine.on_registry(self._bytes_of, prefix)
+        error, num_over = None, 1
+        if is_load and name not in before and _is_full(limits.adapter_bytes, sum(before.values())):
+            error = _too_many(f"{sum(before.values())} bytes of adapters", limits.adapter_bytes, "adapter_bytes")
+        if is_load and name not in before and limits.adapters is not None and len(before) >= limits.adapters:
+            error = _too_many(f"{len(before)} adapters", limits.adapters, "adapters")
+            num_over = len(before) + 1 - limits.adapters
+        if error is not None and not is_needed:
+            raise error
+        if error is not None:
+            await self._engine.on_registry(self._room.check_own, prefix, num_over, error)
+        if is_pin and limits.pins is not None:
+            pinned = await self._engine.on_registry(_pinned_of, prefix) - {name}
+            if _is_full(limits.pins, len(pinned)):
+                raise _too_many(f"{len(pinned)} pinned adapters", limits.pins, "pins")
+        most = limits.adapters if is_needed else None
+        return partial(self._check_size, prefix, name, sum(before.values()), limits.adapter_bytes, most)
 
     def _check_size(
         self, prefix: str, name: str, num_before: int, most: int | None, most_names: int | None, nbytes: int
@@ -141,6 +143,15 @@ class MemoryQuotas:
 
 
 NO_QUOTA = MemoryQuota()
+
+
+def _limits_of(request: Request, is_load: bool, is_pin: bool) -> Limits | None:
+    """The caller's, where one of them is on such a verb."""
+    scope = caller_of(request).scope
+    tenant = scope.table.tenants.get(scope.tenant or "")
+    limits = Limits() if tenant is None else tenant.limits
+    is_limited = is_load and (limits.adapters is not None or limits.adapter_bytes is not None)
+    return limits if is_limited or (is_pin and limits.pins is not None) else None
 
 
 def _is_full(most: int | None, num: int) -> bool:
