@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +96,45 @@ def test_idle_names_leave_where_their_files_have_to_go(server: Server) -> None:
     assert (server.there, server.files.num_bytes) == (["a"], 60)
     server.load("b", 60, server.evict)
     assert (server.there, server.evicted, server.files.num_bytes) == (["b"], ["a"], 60)
+
+
+def test_a_name_that_leaves_may_wait_for_a_thread_that_looks_for_files(server: Server) -> None:
+    """As a turn of a shared journal does, while what another server loaded is looked for: each waited for the other."""
+    server.load("a", 60)
+    is_leaving, has_looked = threading.Event(), threading.Event()
+
+    def evict(is_here: object) -> bool:
+        is_leaving.set()
+        assert has_looked.wait(30), "both wait"
+        return server.evict(is_here)
+
+    def look() -> Path:
+        assert is_leaving.wait(30)
+        with server.files.loading(server.used.values, never):
+            folder = server.files.folder
+        has_looked.set()
+        return folder
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        server.load("b", 60, evict)
+        assert looking.result(30) == server.files.folder
+    assert (server.there, server.evicted, server.files.num_bytes) == (["b"], ["a"], 60)
+
+
+def test_a_load_that_is_given_up_while_a_name_leaves_for_it_fetches_nothing(server: Server) -> None:
+    server.load("a", 60)
+    with ExitStack() as load:
+
+        def evict(is_here: object) -> bool:
+            load.close()
+            return server.evict(is_here)
+
+        make_room = load.enter_context(server.files.loading(server.used.values, evict))
+        with pytest.raises(AdapterFetchTimeoutError, match="'b': its load was given up"):
+            server.fetch(make_room, "b", 60)
+    server.load("c", 100, server.evict)
+    assert (server.there, server.files.num_bytes) == (["c"], 100)
 
 
 def test_what_can_never_fit_takes_nothing_away(server: Server) -> None:

@@ -61,7 +61,8 @@ class FetchedFiles:
         self._given = folder
         self._folder: Path | None = None
         self._at_end = ExitStack()
-        self._lock = threading.RLock()
+        self._making = threading.Lock()  # of room, one load at a time; it waits for names that leave
+        self._lock = threading.RLock()  # of the books; nothing waits under it
         self._sizes: dict[Path, int] = {}
         self._coming: Counter[Path] = Counter()
         self._num_loads: Counter[Path] = Counter()
@@ -89,22 +90,31 @@ class FetchedFiles:
         coming: Counter[Path] = Counter()
         is_over = False
 
+        def check_goes_on(adapter: object) -> None:
+            if is_over:  # its fetch goes on in a thread that cannot be ended
+                raise AdapterFetchTimeoutError(f"{adapter}: its load was given up")
+
         def make_room(adapter: object, directory: Path, nbytes: int) -> None:
             place = self._place_of(directory)
-            with self._lock:
-                if is_over:  # its fetch goes on in a thread that cannot be ended
-                    raise AdapterFetchTimeoutError(f"{adapter}: its load was given up")
+            with self._making:
+                with self._lock:
+                    check_goes_on(adapter)
+                    if place is not None:
+                        self._num_loads[place] += place not in coming
+                        coming[place] += nbytes
+                        self._coming[place] += nbytes
                 if place is None:
                     return check_disk(adapter, directory, nbytes)
-                self._num_loads[place] += place not in coming
-                coming[place] += nbytes
-                self._coming[place] += nbytes
                 try:
                     self._make_room(adapter, nbytes, used, evict)
-                    check_disk(adapter, directory, self._coming.total() if nbytes else 0)
+                    with self._lock:
+                        check_goes_on(adapter)
+                        check_disk(adapter, directory, self._coming.total() if nbytes else 0)
                 except LoraplexError:
-                    coming[place] -= nbytes
-                    self._coming[place] -= nbytes
+                    with self._lock:
+                        if not is_over:
+                            coming[place] -= nbytes
+                            self._coming[place] -= nbytes
                     raise
 
         has_loaded = False
@@ -153,17 +163,24 @@ class FetchedFiles:
         if nbytes > self.max_bytes:
             text = f"and all that requests fetch together may have {self.max_bytes} (--max-fetched-bytes)"
             raise AdapterTooLargeError(f"{adapter} has {nbytes} bytes, {text}")
-        while self.num_bytes > self.max_bytes:
+        while not self._has_room(used):
+            if not evict(lambda path: self._place_of(Path(path)) is not None):
+                text = f"requests have fetched as many bytes as they may ({self.max_bytes}), and all are in use"
+                raise AdapterNoRoomError(f"{adapter} is not fetched: {text}; try again later")
+
+    def _has_room(self, used: Callable[[], Iterable[str]]) -> bool:
+        """Of what nothing uses as much goes as has to. Whether all that is coming has room."""
+        with self._lock:
+            if self.num_bytes <= self.max_bytes:
+                return True
             kept = {self._place_of(Path(each)) for each in used()}
             unused = [each for each in self._sizes if each not in kept and not self._num_loads[each]]
             for place in sorted(unused, key=_time_of):
-                if self.num_bytes <= self.max_bytes:
-                    return
                 shutil.rmtree(place, ignore_errors=True)
                 del self._sizes[place]
-            if self.num_bytes > self.max_bytes and not evict(lambda path: self._place_of(Path(path)) is not None):
-                text = f"requests have fetched as many bytes as they may ({self.max_bytes}), and all are in use"
-                raise AdapterNoRoomError(f"{adapter} is not fetched: {text}; try again later")
+                if self.num_bytes <= self.max_bytes:
+                    return True
+            return False
 
     def _place_of(self, directory: Path) -> Path | None:
         """None: it lies elsewhere."""
