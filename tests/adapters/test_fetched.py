@@ -172,6 +172,18 @@ def test_what_may_still_come_of_a_load_that_failed_is_counted(server: Server) ->
     assert server.there == ["b"]
 
 
+def test_an_adapter_that_never_comes_whole_is_counted_once(server: Server) -> None:
+    """Each try added its bytes, until all others had left for it."""
+    server.load("b", 50)
+    for _ in range(4):
+        with suppress(TimeoutError), server.files.loading(lambda: (), server.evict) as make_room:
+            make_room("adapter 'a'", server.path("a"), 40)
+            server.path("a").mkdir(parents=True, exist_ok=True)
+            raise TimeoutError
+        assert (server.there, server.files.num_bytes) == (["a", "b"], 90)
+    assert server.evicted == []
+
+
 def test_a_server_that_starts_again_counts_what_is_there(server: Server) -> None:
     server.load("a", 60)
     of_a_store = server.files.folder / "objects" / "p" / "l"

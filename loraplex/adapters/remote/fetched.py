@@ -100,6 +100,8 @@ class FetchedFiles:
                 with self._lock:
                     check_goes_on(adapter)
                     if place is not None:
+                        if not self._num_loads[place]:  # less may have come than a load that failed was to bring
+                            self._sizes[place] = _size_of(place)
                         self._num_loads[place] += place not in coming
                         coming[place] += nbytes
                         self._coming[place] += nbytes
