@@ -22,14 +22,8 @@ from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.registry import VersionRecord
 from loraplex.adapters.regular_file import Roots, is_inside, outside_roots
 from loraplex.adapters.remote.fetched import OBJECTS, FetchedFiles, MakeRoom, check_disk
-from loraplex.adapters.remote.hub import (
-    HUB_PREFIX,
-    HubAdapter,
-    HubCache,
-    HubFetches,
-    hub_folder_of,
-    hub_snapshot_of,
-)
+from loraplex.adapters.remote.fetches import Fetches
+from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter, HubCache, hub_folder_of, hub_snapshot_of
 from loraplex.adapters.remote.object_store import ObjectAdapter, fetch_objects, object_folder_of
 from loraplex.errors import AdapterContentChangedError, AdapterPathNotFoundError, shortened, shown
 
@@ -62,7 +56,7 @@ class AdapterSource:
     object_folder: Path | None = None
     max_object_bytes: int = 2**34
     make_room: MakeRoom = check_disk
-    fetches: HubFetches = field(default_factory=HubFetches, compare=False)
+    fetches: Fetches = field(default_factory=Fetches, compare=False)
 
     def into(self, files: FetchedFiles, make_room: MakeRoom) -> AdapterSource:
         """This source, whose fetches go to a folder of their own."""
@@ -77,7 +71,9 @@ class AdapterSource:
         stored = ObjectAdapter.parse(path_or_id)
         if stored is not None:
             stored = replace(stored, called=called)
-            return fetch_objects(stored, self.object_folder, self.max_object_bytes, self.timeout_s, self.make_room)
+            return fetch_objects(
+                stored, self.object_folder, self.max_object_bytes, self.timeout_s, self.make_room, self.fetches
+            )
         hub = HubAdapter.parse(path_or_id, revision)
         if hub is not None and hub.is_explicit:
             return self._from_hub(replace(hub, called=called))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -169,6 +172,54 @@ def test_shards_come_with_their_index_and_a_bin_file_only_alone(store: Store, so
     found = bytes_of(source.fetch("s3://adapters/sharded")).keys()
     assert len(found) == 4
     assert "adapter_model.bin" not in found
+
+
+def test_loads_of_one_prefix_fetch_it_once(
+    store: Store, source: AdapterSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower one removed what the load of the first was reading, and its bytes were counted twice."""
+    store.upload("team/upper", Path(adapter_path("upper")))
+    download, pool = object_store._download, ThreadPoolExecutor(1)
+    downloads: list[str] = []
+    second: list[Future[Path]] = []
+    missing: list[int] = []
+    counting = replace(source, make_room=lambda adapter, directory, nbytes: missing.append(nbytes))
+
+    async def meanwhile(adapter: ObjectAdapter, wanted: Any, file: Path) -> None:
+        downloads.append(wanted.name)
+        if not second:
+            second.append(pool.submit(counting.fetch, ADAPTER))
+            end_s = time.monotonic() + 0.4
+            while len(downloads) == 1 and time.monotonic() < end_s:  # until that one downloads, too, if it does
+                await asyncio.sleep(0.01)
+        await download(adapter, wanted, file)
+
+    monkeypatch.setattr(object_store, "_download", meanwhile)
+    with pool:
+        found = counting.fetch(ADAPTER)
+        assert second[0].result(60) == found
+    assert sorted(downloads) == sorted(bytes_of(found)), "each once"
+    assert missing == [sum(map(len, bytes_of(found).values())), 0]
+
+
+def test_what_another_process_was_quicker_to_fetch_stays(
+    store: Store, source: AdapterSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be reading it."""
+    store.upload("team/upper", Path(adapter_path("upper")))
+    other = AdapterSource((), timeout_s=20.0, object_folder=source.object_folder)
+    download, inodes = object_store._download, list[int]()
+
+    async def slowly(adapter: ObjectAdapter, wanted: Any, file: Path) -> None:
+        monkeypatch.setattr(object_store, "_download", download)
+        if not inodes:
+            inodes.append((await asyncio.to_thread(other.fetch, ADAPTER)).stat().st_ino)
+        await download(adapter, wanted, file)
+
+    monkeypatch.setattr(object_store, "_download", slowly)
+    found = source.fetch(ADAPTER)
+    assert [found.stat().st_ino] == inodes
+    assert [each.name for each in found.parent.iterdir()] == [found.name]
 
 
 def test_a_bucket_itself_may_be_an_adapter(store: Store, source: AdapterSource) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.registry import VersionRecord
-from loraplex.adapters.remote import hub as remote_hub
-from loraplex.adapters.remote.hub import HubFetches, hub_folder_of, hub_snapshot_of
+from loraplex.adapters.remote import fetches as remote_fetches
+from loraplex.adapters.remote.fetches import Fetches
+from loraplex.adapters.remote.hub import hub_folder_of, hub_snapshot_of
 from loraplex.adapters.remote.hub_client import MAX_REQUESTS
 from loraplex.adapters.source import AdapterSource
 from loraplex.errors import (
@@ -515,7 +516,7 @@ def test_sources_of_other_kinds_are_refused_as_such(given: str) -> None:
 
 def test_a_repository_is_fetched_once_at_a_time(tmp_path: Path) -> None:
     """Those that wait for it leave no thread behind, and one that was given up counts until it has ended."""
-    fetches, go_on, running = HubFetches(), threading.Event(), list[str]()
+    fetches, go_on, running = Fetches(), threading.Event(), list[str]()
 
     def work() -> Path:
         running.append("fetch")
@@ -534,8 +535,8 @@ def test_a_repository_is_fetched_once_at_a_time(tmp_path: Path) -> None:
 
 
 def test_fetches_at_a_time_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_hub, "MAX_FETCHES", 2)
-    fetches, go_on = HubFetches(), threading.Event()
+    monkeypatch.setattr(remote_fetches, "MAX_FETCHES", 2)
+    fetches, go_on = Fetches(), threading.Event()
 
     def hang() -> Path:
         go_on.wait(30)

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,6 +20,7 @@ from typing import Any
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder, read_files
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.remote.fetched import MakeRoom, check_disk
+from loraplex.adapters.remote.fetches import Fetches
 from loraplex.adapters.remote.hub_client import HubFetch, guard_client
 from loraplex.adapters.remote.wanted import MAX_FILES, check_sizes, wanted_names
 from loraplex.errors import (
@@ -41,8 +39,6 @@ from loraplex.errors import (
 
 HUB_PREFIX = "hf://"
 REQUEST_TIMEOUT_S = 10.0
-MAX_FETCHES = 64
-"""At a time, those past their deadline included."""
 
 _SHARD = re.compile(r"adapter_model-[A-Za-z0-9_.-]{1,100}\.safetensors")
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -142,47 +138,6 @@ def _is_revision(text: str) -> bool:
     return len(text) <= MAX_REVISION_CHARS and bool(_REVISION.fullmatch(text)) and not _NO_REVISION.search(text)
 
 
-class HubFetches:
-    """Fetches that run, one of an adapter at a time. huggingface_hub cannot be cancelled: past its deadline a fetch
-    ends with the next piece of an answer (`HubFetch`), and counts until then."""
-
-    def __init__(self) -> None:
-        self._running: set[Path] = set()
-        self._changed = threading.Condition()
-
-    def run(self, folder: Path, work: Callable[[], Path], timeout_s: float) -> Path:
-        """folder: of the adapter in the cache. Raises what `work` raises, and TimeoutError."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._may_run(folder), timeout_s):
-                raise TimeoutError
-            self._running.add(folder)
-        found: Future[Path] = Future()
-
-        def fetch() -> None:
-            try:
-                found.set_result(work())
-            except BaseException as error:
-                found.set_exception(error)
-            finally:
-                self._end(folder)
-
-        try:
-            threading.Thread(target=fetch, name=f"fetch {folder.name}", daemon=True).start()
-        except RuntimeError:  # no more threads
-            self._end(folder)
-            raise
-        return found.result(max(0.0, deadline_s - time.monotonic()))
-
-    def _may_run(self, folder: Path) -> bool:
-        return folder not in self._running and len(self._running) < MAX_FETCHES
-
-    def _end(self, folder: Path) -> None:
-        with self._changed:
-            self._running.discard(folder)
-            self._changed.notify_all()
-
-
 @dataclass(frozen=True, slots=True)
 class HubCache:
     """A folder in the form of the hub library's cache, and what bounds fetches into it.
@@ -194,7 +149,7 @@ class HubCache:
     timeout_s: float = 300.0
     max_bytes: int = 2**34
     make_room: MakeRoom = check_disk
-    fetches: HubFetches = field(default_factory=HubFetches)
+    fetches: Fetches = field(default_factory=Fetches)
 
     def fetch(self, adapter: HubAdapter) -> Path:
         """The directory of the adapter in the snapshot, which is named by commit: its content never changes.

@@ -24,7 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loraplex.adapters.remote.fetched import OBJECTS, MakeRoom, check_disk
+from loraplex.adapters.remote.fetched import OBJECTS, MakeRoom
+from loraplex.adapters.remote.fetches import Fetches
 from loraplex.adapters.remote.wanted import MAX_FILES, check_sizes, wanted_names
 from loraplex.errors import (
     AdapterFetchError,
@@ -103,21 +104,30 @@ class _Object:
 
 
 def fetch_objects(
-    adapter: ObjectAdapter, folder: Path | None, max_bytes: int, timeout_s: float, make_room: MakeRoom = check_disk
+    adapter: ObjectAdapter,
+    folder: Path | None,
+    max_bytes: int,
+    timeout_s: float,
+    make_room: MakeRoom,
+    fetches: Fetches,
 ) -> Path:
     """The adapter's files as they are in the store now. folder: of what was fetched; None: in the user's cache.
 
-    max_bytes: of all files together. make_room: is asked before anything is downloaded. Raises AdapterLoadError's kin,
-    AdapterTooLargeError, AdapterNoRoomError.
+    max_bytes: of all files together. make_room: is asked before anything is downloaded. fetches: those that may be of
+    this adapter. Raises AdapterLoadError's kin, AdapterTooLargeError, AdapterNoRoomError.
     """
     import asyncio
 
+    deadline_s = time.monotonic() + timeout_s
+
     async def within() -> Path:
-        async with asyncio.timeout(timeout_s):
-            return await _fetch(adapter, folder or _default_folder(), max_bytes, make_room)
+        async with asyncio.timeout(deadline_s - time.monotonic()):
+            return await _fetch(adapter, place, max_bytes, make_room)
 
     try:
-        return _run(within)
+        digest = hashlib.sha256(f"{adapter.bucket}/{adapter.key}".encode()).hexdigest()
+        place = (folder or _default_folder()) / digest
+        return fetches.run(place, lambda: _run(within), timeout_s)
     except LoraplexError:
         raise
     except Exception as error:
@@ -190,7 +200,7 @@ def _default_folder() -> Path:
     return folder / OBJECTS
 
 
-async def _fetch(adapter: ObjectAdapter, folder: Path, max_bytes: int, make_room: MakeRoom) -> Path:
+async def _fetch(adapter: ObjectAdapter, place: Path, max_bytes: int, make_room: MakeRoom) -> Path:
     import asyncio
 
     objects = await _listed(adapter)
@@ -198,27 +208,27 @@ async def _fetch(adapter: ObjectAdapter, folder: Path, max_bytes: int, make_room
         raise AdapterPathNotFoundError(f"{adapter}: the store has nothing there")
     wanted = [objects[name] for name in wanted_names(objects)]
     check_sizes(adapter, {each.name: each.size for each in wanted}, max_bytes)
-    place = hashlib.sha256(f"{adapter.bucket}/{adapter.key}".encode()).hexdigest()
     content = hashlib.sha256(repr([(each.name, each.size, each.etag) for each in wanted]).encode()).hexdigest()
-    target = folder / place / content
-    is_here = _is_whole(target, wanted)
-    await asyncio.to_thread(make_room, adapter, target, 0 if is_here else sum(each.size for each in wanted))
-    if is_here and _is_whole(target, wanted):
+    target = place / content
+    missing = 0 if _is_whole(target, wanted) else sum(each.size for each in wanted)
+    await asyncio.to_thread(make_room, adapter, target, missing)
+    if _is_whole(target, wanted):
         return target.resolve()
     try:
-        private_folder(target.parent, "the folder of fetched adapters", "set LORAPLEX_CACHE to another")
+        private_folder(place, "the folder of fetched adapters", "set LORAPLEX_CACHE to another")
     except ConfigError as error:
         _log.error("%s", error)
         raise AdapterFetchError(f"{adapter}: this server has no folder for it (see the log)") from None
-    _remove_left(target.parent)
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=target.parent))
+    _remove_left(place)
+    part = Path(tempfile.mkdtemp(prefix=".part-", dir=place))
     try:
         for each in wanted:
             await _download(adapter, each, part / each.name)
-        shutil.rmtree(target, ignore_errors=True)  # one that a crash of the machine left without its content
-        os.rename(part, target)
+        if not _is_whole(target, wanted):  # else another process was quicker, and may read it
+            shutil.rmtree(target, ignore_errors=True)  # one that a crash of the machine left without its content
+            os.rename(part, target)
     except OSError:
-        if not _is_whole(target, wanted):  # else another load was quicker
+        if not _is_whole(target, wanted):
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
