@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -27,8 +28,8 @@ from loraplex.events import Detail, EventKind
 _log = logging.getLogger(__name__)
 
 NUM_FETCHERS = 4
-RETRY_S = 5.0
-"""After a fetch that failed, or an engine that was starting again."""
+RETRY_S, MAX_DOUBLINGS = 5.0, 3
+"""After an engine that was starting again, or a fetch that failed: after each further one of these twice as long."""
 
 Locate = Callable[[VersionRecord, bool], str | None]
 """Where the files of a version are at this server; None: they have to be fetched, and may not be now (False). Raises
@@ -66,7 +67,8 @@ class Following:
         self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetch")
         self._coming: set[int] = set()  # not in the table yet
         self._fetching: set[int] = set()
-        self._failed: list[tuple[AdapterVersion, VersionRecord]] = []
+        # by how often its time was doubled, and by id
+        self._failed: defaultdict[int, dict[int, tuple[AdapterVersion, VersionRecord]]] = defaultdict(dict)
 
     def begin(self, changes: Sequence[NameChange], shared: SharedJournal) -> None:
         """Take over what the servers have, and follow them from now on."""
@@ -175,18 +177,19 @@ class Following:
         for version in versions:
             version.is_ready = True
 
-    def _fetch(self, version: AdapterVersion, record: VersionRecord) -> Future[None]:
+    def _fetch(self, version: AdapterVersion, record: VersionRecord, num_doublings: int = 0) -> Future[None]:
         self._fetching.add(version.adapter_id)
-        return self._fetchers.submit(self._come, version, record)
+        return self._fetchers.submit(self._come, version, record, num_doublings)
 
-    def _come(self, version: AdapterVersion, record: VersionRecord) -> None:
+    def _come(self, version: AdapterVersion, record: VersionRecord, num_doublings: int) -> None:
         name, table = version.ref.adapter_name, self._names.table
         try:
             version.spec = replace(version.spec, path=str(self._locate(record, True)))
+            num_doublings = 0  # an engine that starts again is waited for, no source
             self._store.attach_adapters([version.spec])
         except Exception as error:
             _log.warning("adapter %r of another server cannot be served yet: %s", name, error)
-            self._fetch_later([(version, record)])
+            self._fetch_later([(version, record)], num_doublings)
             return
         finally:
             self._fetching.discard(version.adapter_id)
@@ -200,23 +203,24 @@ class Following:
             with suppress(AdapterNotFoundError):
                 self._settle_pins(name)
 
-    def _fetch_later(self, left: Iterable[tuple[AdapterVersion, VersionRecord]]) -> None:
-        """One timer for all: a store that is away leaves a thousand of them."""
+    def _fetch_later(self, left: Iterable[tuple[AdapterVersion, VersionRecord]], num_doublings: int = 0) -> None:
+        """One timer for all that failed as often: a store that is away leaves a thousand of them."""
         with self._names.lock:
-            was_idle = not self._failed
-            self._failed += left
-            is_due = was_idle and bool(self._failed)
+            failed = self._failed[num_doublings]
+            was_idle = not failed
+            failed.update({each[0].adapter_id: each for each in left})
+            is_due = was_idle and bool(failed)
         if is_due:
-            timer = threading.Timer(RETRY_S, self._fetch_again)
+            timer = threading.Timer(RETRY_S * 2**num_doublings, self._fetch_again, (num_doublings,))
             timer.daemon = True
             timer.start()
 
-    def _fetch_again(self) -> None:
+    def _fetch_again(self, num_doublings: int) -> None:
         with self._names.lock:
-            left, self._failed = self._failed, []
-            left = [each for each in left if self._names.table.has(each[0]) and not each[0].is_ready]
+            failed = self._failed.pop(num_doublings).values()
+            left = [each for each in failed if self._names.table.has(each[0]) and not each[0].is_ready]
         for version, record in left:
-            self._fetch(version, record)
+            self._fetch(version, record, min(num_doublings + 1, MAX_DOUBLINGS))
 
     # ------------------------------------------------------------------------------------------------- what follows
 

@@ -1,0 +1,63 @@
+"""What other servers loaded and this one cannot fetch: it is tried again, more and more seldom."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord, following
+from loraplex.errors import AdapterFetchError, LoraplexError
+from tests.adapters.fake_store import Bench
+
+
+class Timers:
+    """In place of threading: `fire` runs what is due next, at once, and says how long it was to wait."""
+
+    def __init__(self) -> None:
+        self.started: queue.Queue[SimpleNamespace] = queue.Queue()
+
+    def Timer(self, interval: float, function: Callable[..., None], args: tuple[int, ...] = ()) -> SimpleNamespace:
+        timer = SimpleNamespace(interval=interval, run=lambda: function(*args))
+        timer.start = lambda: self.started.put(timer)
+        return timer
+
+    def fire(self) -> float:
+        timer = self.started.get(timeout=30)
+        timer.run()
+        return float(timer.interval)
+
+
+def test_a_fetch_that_fails_again_waits_longer_and_an_engine_that_starts_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every name of a store that was away was asked for every 5 s, some of them twice."""
+    bench, timers, fetches = Bench(), Timers(), list[str]()
+    monkeypatch.setattr(following, "threading", timers)
+    is_away = True
+
+    def locate(record: VersionRecord, may_fetch: bool) -> str | None:
+        if not may_fetch:
+            return None
+        fetches.append(record.lora_path)
+        if is_away:
+            raise AdapterFetchError("the store cannot be reached")
+        return "/here"
+
+    followed = bench.registry._following
+    followed._locate = locate
+    version = VersionRecord(1, 1, "0" * 64, "/there", "s3://bucket/a", "", 1, 8, False, 1.0)
+    record = NameRecord(1, None, 1, (version,), NameUsage("a", 1))
+    followed.apply([NameChange("a", record)], 30.0)
+    assert [timers.fire() for _ in range(5)] == [5.0, 10.0, 20.0, 40.0, 40.0]
+    timer = timers.started.get(timeout=30)
+    assert (len(fetches), timers.started.empty()) == (6, True)
+    is_away = False
+    bench.store.faults.errors["attach"] = LoraplexError("the engine starts again")
+    timer.run()
+    assert timers.fire() == 5.0
+    followed._fetchers.shutdown()
+    bench.registry.release(bench.registry.hold("a"))
+    bench.check_idle()
