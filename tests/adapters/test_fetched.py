@@ -189,11 +189,13 @@ def test_a_server_that_starts_again_counts_what_is_there(server: Server) -> None
     of_a_store = server.files.folder / "objects" / "p" / "l"
     of_a_store.mkdir(parents=True)
     (of_a_store / "weights").write_bytes(b"x" * 10)
+    of_a_killed_server = of_a_store.with_name(".part-killed")
+    of_a_killed_server.mkdir()
     (server.files.folder / ".locks").mkdir()
     again = Server(server.files.folder, 100)
     again.used = server.used
     assert again.files.folder == server.files.folder
-    assert again.files.num_bytes == 70
+    assert (again.files.num_bytes, of_a_killed_server.exists()) == (70, False)
     with again.files.loading(again.used.values, never) as make_room:
         make_room("adapter 'b'", again.files.folder / "objects" / "p" / "m", 40)
     assert not of_a_store.exists()

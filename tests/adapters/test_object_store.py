@@ -382,12 +382,14 @@ def test_what_a_crash_left_is_fetched_again_and_removed(store: Store, source: Ad
     found = source.fetch(ADAPTER)
     expected = bytes_of(found)
     (found / WEIGHTS).write_bytes(b"")
-    left = found.parent / ".part-killed"
-    left.mkdir()
-    os.utime(left, (time.time() - 7200,) * 2)
+    parts = [found.parent.parent / prefix / ".part-x" for prefix in (found.parent.name, "other", "running")]
+    for part in parts:
+        part.mkdir(parents=True)
+        os.utime(part, (time.time() - 7200,) * 2)
+    parts[2].touch()
     assert source.fetch(ADAPTER) == found
     assert bytes_of(found) == expected
-    assert not left.exists()
+    assert [part.exists() for part in parts] == [False, False, True]
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(store: Store, tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ from loraplex.errors import (
 from loraplex.private_folder import private_folder
 
 FOLDER_NAME, OBJECTS = "fetched", "objects"
+PART_PREFIX = ".part-"
+"""Of a fetch that runs, beside the lists of its prefix."""
+
 MAX_FETCHED_BYTES = 2**36
 SPARE_DISK_BYTES = 2**26
 """Stay free: others write to the same disk."""
@@ -73,6 +76,8 @@ class FetchedFiles:
         with self._lock:
             if self._folder is None:
                 folder = self._made()
+                for left in folder.glob(f"{OBJECTS}/*/{PART_PREFIX}*"):  # by a server that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 found = (*folder.glob("models--*"), *folder.glob(f"{OBJECTS}/*/[!.]*"))
                 self._sizes = {place: _size_of(place) for place in found}
                 self._folder = folder

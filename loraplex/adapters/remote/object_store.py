@@ -19,12 +19,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loraplex.adapters.remote.fetched import OBJECTS, MakeRoom
+from loraplex.adapters.remote.fetched import OBJECTS, PART_PREFIX, MakeRoom
 from loraplex.adapters.remote.fetches import Fetches
 from loraplex.adapters.remote.wanted import MAX_FILES, check_sizes, wanted_names
 from loraplex.errors import (
@@ -219,8 +220,8 @@ async def _fetch(adapter: ObjectAdapter, place: Path, max_bytes: int, make_room:
     except ConfigError as error:
         _log.error("%s", error)
         raise AdapterFetchError(f"{adapter}: this server has no folder for it (see the log)") from None
-    _remove_left(place)
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=place))
+    await asyncio.to_thread(_remove_left, place.parent)
+    part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=place))
     try:
         for each in wanted:
             await _download(adapter, each, part / each.name)
@@ -263,9 +264,10 @@ def _is_whole(target: Path, wanted: list[_Object]) -> bool:
 
 
 def _remove_left(folder: Path) -> None:
-    for left in folder.glob(".part-*"):
-        if time.time() - left.stat().st_mtime > LEFT_S:
-            shutil.rmtree(left, ignore_errors=True)
+    for left in folder.glob(f"*/{PART_PREFIX}*"):
+        with suppress(OSError):  # a fetch of another prefix has ended
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 async def _download(adapter: ObjectAdapter, wanted: _Object, file: Path) -> None:
