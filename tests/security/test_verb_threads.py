@@ -174,6 +174,24 @@ def test_threads_stay_for_the_next_job_and_no_more_than_that() -> None:
     loader.close()
 
 
+def test_a_job_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """Its thread was gone and counted as idle: the next job waited for it."""
+    loader, done = LoaderThreads(1), threading.Event()
+
+    def fail() -> None:
+        raise MemoryError("no memory for a copy")
+
+    loader.submit(fail)
+    while loader._lanes:
+        time.sleep(0.001)
+    (thread,) = loader._threads
+    loader.submit(done.set)
+    assert done.wait(60)
+    assert loader._threads == {thread}
+    assert "no memory for a copy" in caplog.text
+    loader.close()
+
+
 def test_reads_that_hang_take_no_place_of_others(hang: threading.Event) -> None:
     slots, done = ReadSlots(1, stuck_s=0.01), threading.Event()
     reading = threading.Event()

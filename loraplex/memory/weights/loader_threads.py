@@ -6,6 +6,7 @@ hang, and its files may take seconds to judge.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -20,6 +21,8 @@ MAX_STUCK = 32
 MAX_THREADS = 256
 
 Job = Callable[[], None]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +97,8 @@ class LoaderThreads:
                 tenant, turn, job = self._ready.popleft()
             try:
                 job()
+            except Exception:
+                _log.exception("a job of a loader's thread failed")
             finally:
                 with self._changed:
                     del self._lanes[tenant].began_s[turn]
