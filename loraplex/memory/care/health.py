@@ -15,6 +15,7 @@ diagnoses.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +30,8 @@ from loraplex.memory.residency.records import StoredWeights
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.stats import MemoryLog
 from loraplex.memory.weights.loading import Loader
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -227,17 +230,20 @@ class AdapterHealth:
 
     def _check_all(self, found: list[tuple[StoredWeights, list[Tier]]]) -> None:
         """Without the lock, in a loader's thread: they neither move nor leave as long as they are read."""
-        for weights, tiers in found:
-            is_damaged = False
-            try:
-                is_damaged = any(self._tiers.changed(weights, tier) for tier in tiers)
-            except RuntimeError as error:
-                self._damage.look_for_loss(error)
-            with self._residents.held():
-                self._residents.end_reading_locked(weights)
-                if is_damaged and weights.adapters and self._discard_or_name_locked(weights):
-                    self._damage.spoil_locked(weights, damage_error(next(iter(weights.adapters.values())).name))
-        self._is_scrubbing = False
+        try:
+            for weights, tiers in found:
+                is_damaged = False
+                try:
+                    is_damaged = any(self._tiers.changed(weights, tier) for tier in tiers)
+                except Exception as error:  # of the device, or no memory for it: nothing is known of the weights
+                    _log.warning("weights in memory could not be checked: %r", error)
+                    self._damage.look_for_loss(error)
+                with self._residents.held():
+                    self._residents.end_reading_locked(weights)
+                    if is_damaged and weights.adapters and self._discard_or_name_locked(weights):
+                        self._damage.spoil_locked(weights, damage_error(next(iter(weights.adapters.values())).name))
+        finally:
+            self._is_scrubbing = False
 
     def take_faults(self) -> dict[int, LoraplexError]:
         """Adapters whose requests must end, whose weights are damaged or did not arrive; `restore` them then."""

@@ -66,8 +66,13 @@ class Housekeeping:
         weights = adapter.weights
         assert weights.layout is not None
         assert weights.host is not None
-        views = [self._tiers.host.pool.view(extent) for extent in weights.host.extents]
-        kept = copies.compress(weights.layout, views, weights.checksums)
+        try:
+            views = [self._tiers.host.pool.view(extent) for extent in weights.host.extents]
+            kept = copies.compress(weights.layout, views, weights.checksums)
+        except Exception:  # there may be no memory for a copy
+            with self._residents.held():
+                self._residents.release_locked(adapter)
+            raise
         with self._residents.held():
             self._residents.release_locked(adapter)
             is_unwanted = self._residents.is_unwanted_locked(weights, NUM_WAITING_PASSES)

@@ -17,10 +17,14 @@ from loraplex.errors import AdapterFaultError
 from loraplex.events import EventKind, EventLog
 from loraplex.memory.care.damage import MAX_FAULTS_OF_A_CHUNK, holds_patterns
 from loraplex.memory.care.health import BACKOFF_S
+from loraplex.memory.residency.tiers import Tiers
+from loraplex.memory.space.arena import Extent
+from loraplex.memory.weights.compression import CompressedCopies, CompressedCopy
 from loraplex.memory.weights.copies import Arrival
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import Packer
 from tests.kernels.cases import BACKENDS
+from tests.memory.fake_copies import FakeCopies
 from tests.memory.rig import BASE, TARGETS, Rig, make_model
 
 
@@ -272,6 +276,50 @@ def test_the_younger_half_is_compressed_where_that_is_on() -> None:
     assert [rig.tier_of(i) for i in (1, 2, 3, 4)] == ["source", "source", "host", "host"]
     rig.manager.check_integrity()
     rig.manager.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("can't allocate memory")])
+def test_a_copy_that_finds_no_memory_leaves_an_adapter_that_can_go(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was held as by a request, and never left."""
+
+    def fail(*args: object) -> CompressedCopy:
+        raise error
+
+    monkeypatch.setattr(CompressedCopies, "compress", fail)
+    rig = Rig(num_host=16, is_separate=True, host_compression="lossless")
+    assert rig.loader is not None
+    rig.add(1, 2)
+    for _ in range(3):
+        rig.manager.poll()
+    assert rig.manager.housekeeping.reclaim_idle("host", -1.0, 1) == 2
+    for adapter_id in (1, 2):
+        with pytest.raises(type(error), match="memory"):
+            rig.loader.run_one()
+        assert rig.tier_of(adapter_id) == "host"
+        rig.manager.remove_adapter(adapter_id)
+    rig.check_empty()
+
+
+def test_a_check_beside_the_steps_that_finds_no_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tiers: Tiers, weights: object, tier: Tier) -> list[Extent]:
+        raise MemoryError
+
+    rig = Rig(copies=FakeCopies())
+    assert rig.loader is not None
+    rig.add(1, 2)
+    flip(rig, 2)
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(Tiers, "changed", fail)
+        rig.manager.health.scrub(1 << 20)
+        rig.loader.run_all()
+    assert [rig.tier_of(each) for each in (1, 2)] == ["host", "host"]
+    rig.manager.health.scrub(1 << 20)
+    rig.loader.run_all()
+    assert [rig.tier_of(each) for each in (1, 2)] == ["host", "source"]
+    rig.manager.remove_adapter(1), rig.manager.remove_adapter(2)
+    rig.check_empty()
 
 
 def drop_before(disk: DiskCache, verb: str) -> None:
