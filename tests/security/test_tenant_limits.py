@@ -257,9 +257,7 @@ async def test_pins_ask_the_engine_in_their_turn_alone(server: Tenancy, monkeypa
         assert {answer.status_code for answer in await asyncio.gather(*pins)} == {200}
 
 
-async def test_pins_that_wait_for_a_tenants_load_take_no_turn(
-    server: Tenancy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pins_that_wait_for_a_tenants_load_take_no_turn(server: Tenancy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant with a limit changes one adapter after another; what waited for its slow load kept others' places."""
     limit(server, adapters=9, pins=9)
     monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.05)
