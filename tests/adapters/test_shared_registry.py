@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import itertools
 import math
 import os
 import random
@@ -819,11 +820,10 @@ def test_a_restore_is_read_though_the_first_look_at_it_fails(
     one = begin()
     one.registry.load("a", "/a")
     one.registry.load("b", "/b")
-    learn, looks = PostgresJournal._learn, list[float]()
+    learn, num_looks = PostgresJournal._learn, itertools.count()
 
     def fail_once(journal: PostgresJournal, connection: Any, at_least: float) -> None:
-        looks.append(at_least)
-        if len(looks) == 1:
+        if at_least == math.inf and next(num_looks) == 0:  # one for the loads before may come later
             raise OSError("the session ended")
         learn(journal, connection, at_least)
 
@@ -835,7 +835,7 @@ def test_a_restore_is_read_though_the_first_look_at_it_fails(
         url,
     )
     until(lambda: one.sees("b", None))
-    assert looks == [math.inf, math.inf]
+    assert next(num_looks) == 2
 
 
 def test_a_name_whose_id_is_anothers_here_means_nothing(
