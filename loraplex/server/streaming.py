@@ -85,19 +85,25 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Until they have ended, however often this is cancelled meanwhile: where a client goes, once more in each turn of
+    the event loop."""
+    cancelling = asyncio.ensure_future(_cancel_in_turns(tasks))
+    try:
+        await asyncio.wait((cancelling,))
+    except asyncio.CancelledError:
+        while not cancelling.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((cancelling,))
+        raise
+
+
+async def _cancel_in_turns(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Some at a time: a thousand prompts that end in one turn of the event loop would hold it for half a second."""
     for start in range(0, len(tasks), MAX_CANCELLED):
-        try:
-            await _cancel_now(tasks[start : start + MAX_CANCELLED])
-        except asyncio.CancelledError:
-            await _cancel_now(tasks)
-            raise
-
-
-async def _cancel_now(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        some = tasks[start : start + MAX_CANCELLED]
+        for task in some:
+            task.cancel()
+        await asyncio.gather(*some, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,11 @@ from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
 from loraplex.server.pacing import LOOKS_A_TURN, TimeSlices, Turns
 from loraplex.server.schemas import CompletionRequest
-from loraplex.server.streaming import merge
+from loraplex.server.streaming import EventStream, merge
 from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
 from loraplex.testing.fake_engine import FakeModelInfo
 from loraplex.text.request_text import RequestText
+from tests.server.asgi_call import AsgiCall
 from tests.server.raw_connection import Connection
 
 
@@ -88,7 +89,7 @@ async def test_a_thousand_prompts_are_closed_some_at_a_time(turns: TurnCounter) 
     assert max(turns.happened.values()) <= streaming.MAX_CANCELLED
 
 
-async def test_a_second_cancellation_leaves_no_prompt_open(turns: TurnCounter) -> None:
+async def test_cancellations_in_each_turn_leave_no_prompt_open(turns: TurnCounter) -> None:
     async def read() -> None:
         merged = merge([endless(turns) for _ in range(200)])
         try:
@@ -100,14 +101,45 @@ async def test_a_second_cancellation_leaves_no_prompt_open(turns: TurnCounter) -
     task = asyncio.ensure_future(read())
     for _ in range(300):
         await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert 0 < turns.happened.total() < 200
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    assert task.cancelled()
     assert turns.happened.total() == 200
+    assert max(turns.happened.values()) <= streaming.MAX_CANCELLED
+
+
+async def test_a_client_that_goes_ends_its_prompts_some_at_a_time(turns: TurnCounter) -> None:
+    """The task group of a stream cancels it again in each turn of the event loop, until it has ended."""
+    merged = merge([endless(turns) for _ in range(200)])
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async for _ in merged:
+            yield b"data: 1\n\n"
+
+    call = AsgiCall(EventStream(events(), merged), "/", {})
+    assert await call.start() == 200
+    for _ in range(200):
+        await call.next_chunk()
+    call.disconnect()
+    await call.task
+    assert turns.happened.total() == 200
+    assert max(turns.happened.values()) <= streaming.MAX_CANCELLED
+
+
+def test_a_loop_that_closes_leaves_no_prompt_open() -> None:
+    async def main() -> TurnCounter:
+        counter = TurnCounter()
+        merged = merge([endless(counter) for _ in range(200)])
+        await anext(merged)
+        closing = asyncio.ensure_future(merged.aclose())
+        while not counter.happened:
+            await asyncio.sleep(0)
+        assert not closing.done()
+        counter.close()
+        return counter
+
+    assert asyncio.run(main()).happened.total() == 200
 
 
 async def test_prompts_that_expire_together_are_aborted_one_by_one(turns: TurnCounter) -> None:
