@@ -17,6 +17,9 @@ from loraplex.server.request_id import HEADER
 REPLICA_HEADER = "X-Loraplex-Replica"
 """Of an answer: the replica that it is from. Of a request: the one that it is for."""
 
+MAX_UNSENT_BYTES = 64 * 2**10
+"""Of an answer: while more was not taken the application waits, as it does for a socket."""
+
 END_S = 10.0
 """How long a request whose client is gone may take to end, until it is cut."""
 
@@ -81,8 +84,10 @@ class Exchange:
         self._is_read = False
         self._is_over = asyncio.Event()
         self._has_more = asyncio.Event()
+        self._is_taken = asyncio.Event()
         self._head: Head | None = None
         self._pieces: deque[bytes] = deque()
+        self._num_unsent = 0
 
     async def answer(self) -> AsyncIterator[Head | bytes]:
         """Raises what the application raises beside an answer of its own."""
@@ -98,6 +103,8 @@ class Exchange:
                 if self._pieces:
                     piece = b"".join(self._pieces)
                     self._pieces.clear()
+                    self._num_unsent = 0
+                    self._is_taken.set()
                     yield piece
                 elif running.done():
                     break
@@ -106,6 +113,7 @@ class Exchange:
             running.result()
         finally:
             self._is_over.set()
+            self._is_taken.set()
             await _ended(running)
 
     async def _receive(self) -> Message:
@@ -116,11 +124,17 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        if self._is_over.is_set():
+            return
         if message["type"] == "http.response.start":
             self._head = Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message.get("headers", ())))
         elif message["type"] == "http.response.body" and (body := bytes(message.get("body", b""))):
             self._pieces.append(body)
+            self._num_unsent += len(body)
         self._has_more.set()
+        if self._num_unsent > MAX_UNSENT_BYTES:
+            self._is_taken.clear()
+            await self._is_taken.wait()
 
 
 async def _ended(running: asyncio.Future[None]) -> None:
