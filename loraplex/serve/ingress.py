@@ -37,7 +37,7 @@ from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.request_id import USABLE, new_request_id
-from loraplex.server.streaming import EVENT_STREAM, until_disconnect
+from loraplex.server.streaming import until_disconnect
 from loraplex.server.wires.native_forms import error_event
 from loraplex.tenants.directory import TenantDirectory
 
@@ -129,8 +129,7 @@ class Passed(Response):
             replica = _header(self._head, REPLICA_HEADER.lower().encode())
             self._metrics.count_lost(replica.decode())
             _log.warning("request %s, replica %s: %s", self._call.request_id, replica.decode(), error.message)
-            is_stream = _header(self._head, b"content-type").startswith(EVENT_STREAM.encode())
-            if not is_stream or self._tail != b"\n\n":
+            if not self._head.is_stream or self._tail != b"\n\n":
                 raise ClientDisconnect from error  # the connection is cut: the answer is not whole
             await send({"type": "http.response.body", "body": error_event(scope["path"], _lost(error))})
 

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from typing import Any
 
+from starlette.datastructures import Headers
+
 from loraplex.adapters.registry import LoRARegistry, NameQuery
 from loraplex.core import Tier
 from loraplex.errors import EngineError, LoraplexError
@@ -20,6 +22,7 @@ from loraplex.serve.settings import FAILED_STARTS, RayConfig
 from loraplex.server.api_error import ApiError, error_reply
 from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig
+from loraplex.server.connections import account_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
 
@@ -58,7 +61,10 @@ class Replica:
             yield Head(error.status, ((b"content-type", b"application/json"), own))
             yield error_reply(error)
             return
-        exchange = Exchange(self._app, call).answer()
+        context = self._context
+        caller = context.keys.admitted(Headers(raw=list(call.headers)))
+        client = account_of(caller, call.client or "", call.headers) or ""
+        exchange = Exchange(self._app, call, context.connections, client).answer()
         self._num_by_front[call.front] += 1
         try:
             async for part in exchange:

@@ -24,7 +24,7 @@ from loraplex.serve.exchange import REPLICA_HEADER
 from loraplex.serve.ingress import ReplicaLostError, Watch, open_tenants
 from loraplex.serve.scaling import LATE_SHARE
 from loraplex.serve.settings import RaySettings
-from loraplex.server import ServerConfig, bind
+from loraplex.server import ServerConfig, bind, connections, generation
 from loraplex.server.app import create_app
 from loraplex.tenants.records import Role, TenantTable
 from loraplex.tenants.store import TenantStore, open_store
@@ -222,6 +222,26 @@ async def test_a_client_that_goes_away_ends_its_request(front: tuple[Starlette, 
         await until(lambda: engine.num_running == 0)
         engine.resume()
         await asyncio.gather(call.task, return_exceptions=True)
+
+
+async def test_log_probabilities_in_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing counted them there: the port alone did."""
+    monkeypatch.setattr(connections, "MAX_OUTPUT_BYTES", 2000)
+    monkeypatch.setattr(generation, "TOLD_BYTES", 1)
+    async with ingress() as (app, fleet):
+        (engine,) = fleet.engines
+        engine.hold(after_tokens=4)
+        calls = []
+        for _ in range(2):
+            calls.append(AsgiCall(app, "/v1/completions", {**COMPLETION, "stream": True, "logprobs": 3}))
+            assert await calls[-1].start() == 200
+            text = b""
+            while text.count(b"data: ") < 4:
+                text += await calls[-1].next_chunk() or b""
+        await until(lambda: engine.num_running == 1)
+        assert b'"code":"engine_overloaded"' in await calls[0].rest()
+        engine.resume()
+        assert (await calls[1].rest()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_replica_that_is_lost_is_said_with_what_to_do(front: tuple[Starlette, LocalFleet]) -> None:
