@@ -4,6 +4,7 @@ with the nearest one; and what counts as one address."""
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ MAX_QUERY_PARAMETERS = 64
 """More than any route has."""
 
 MAX_SHOWN_CHARS = 40
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
 _TEXT_ONLY = "is not supported: this server generates text"
 _NO_FLUSH = "is not supported: cached prefixes are evicted by need; another cache_salt shares none of them"
 
@@ -160,10 +162,13 @@ def fault_of_url(url: bytes) -> str | None:
         return f"a path has at most {MAX_PATH_BYTES} bytes"
     if query.count(b"&") >= MAX_QUERY_PARAMETERS:
         return f"a query has at most {MAX_QUERY_PARAMETERS} parameters"
+    meant = unquote_to_bytes(url)
     try:
-        unquote_to_bytes(url).decode()
+        meant.decode()
     except UnicodeDecodeError:
         return "the percent-encoding of the path or query does not stand for UTF-8"
+    if _CONTROL.search(meant):
+        return "the percent-encoding of the path or query stands for control characters, and no route takes these"
     return None
 
 

@@ -605,7 +605,7 @@ async def test_usage_as_csv_and_in_pages(server: Tenancy) -> None:
             after = {"after": text.headers["x-next"]}
         assert sorted(row["adapter"] for row in rows) == sorted(found)
         days = ({"first_day": "yesterday"}, {"last_day": "0000-00-00"})
-        for query in (*days, {"after": "x"}, {"limit": 0}, {"color": "red"}):
+        for query in (*days, {"after": "x"}, {"after": "x|y|%00"}, {"limit": 0}, {"color": "red"}):
             assert (await client.get("/v1/usage", params=query)).status_code == 400  # type: ignore[arg-type]
 
 

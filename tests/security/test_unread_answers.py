@@ -491,6 +491,17 @@ async def test_a_path_that_is_no_text_is_400(connection: Connection, path: str) 
     assert "UTF-8" in connection.transport.error["message"]
 
 
+@pytest.mark.parametrize(
+    "target", ["/v1/tenants/%00", "/v1/keys/a%00b", "/v1/usage?key=%00", "/v1/models?after=a%0Ab", "/a%7f", "/a%1B[2J"]
+)
+async def test_control_characters_are_400(connection: Connection, target: str) -> None:
+    """PostgreSQL refuses a text with NUL: it was 500 with a traceback, as if the database were away."""
+    connection.feed(f"DELETE {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    await connection.settle()
+    assert (connection.transport.status, connection.app.paths) == (400, [])
+    assert "control characters" in connection.transport.error["message"]
+
+
 async def test_a_path_of_any_letters_is_served(connection: Connection) -> None:
     connection.feed(b"GET /v1/adapters/%C3%A4%F0%9F%98%80%25 HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await connection.settle()

@@ -120,8 +120,9 @@ def _place(after: str | None) -> tuple[str, ...]:
     """Raises ApiError."""
     if after is None:
         return ()
-    parts = tuple(unquote(after).split("|", 2))  # a header has no other letters than ASCII's
-    if len(parts) != 3:
+    text = unquote(after)  # a header has no other letters than ASCII's
+    parts = tuple(text.split("|", 2))
+    if len(parts) != 3 or "\0" in text:
         raise ApiError("after is not the `next` of a page of this route", param="after")
     return parts
 
