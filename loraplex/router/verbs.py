@@ -304,7 +304,7 @@ async def _refusal(request: Request, body: bytes, replica: Replica) -> Response 
 
 
 async def _card(replica: Replica, name: str, headers: Headers) -> dict[str, Any]:
-    """What a replica has under a name; ABSENT: nothing. Raises LoraplexError."""
+    """What a replica has under a name; ABSENT: nothing. Raises LoraplexError, _AnswerError."""
     outcome = await look(replica, path_of(name), headers)
     if outcome.status == 404:
         return ABSENT
@@ -325,7 +325,7 @@ async def _restore(replica: Replica, before: dict[str, dict[str, Any]], headers:
         for name, card in reversed(before.items()):
             await _put_back(replica, name, card, headers)
         now = await _cards(replica, tuple(before), headers)
-    except LoraplexError:
+    except (LoraplexError, _AnswerError):
         return False
     return all(_state(now[name]) == _state(card) for name, card in before.items())
 

@@ -119,6 +119,35 @@ async def test_what_cannot_be_put_back_is_said() -> None:
         assert [card["is_restored"] for card in reply["replicas"]] == [False, True]
 
 
+async def test_a_replica_that_no_longer_says_what_it_has_is_not_restored_and_the_others_are() -> None:
+    """Its refusal of the look ended the verb with 500, and nothing was said of the other replicas."""
+    is_dead = False
+
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        nonlocal is_dead
+        is_dead |= request.startswith(b"DELETE")
+        if is_dead:
+            body = b'{"error":{"message":"the engine is dead","code":"engine_dead"}}'
+            head = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            writer.write(head + body)
+        else:
+            await lost(request, writer)
+
+    async with (
+        replicas(2) as (a, b),
+        RawReplica(answer).running() as raw,
+        router([a.name, raw.name, b.name]) as front,
+    ):
+        await front.until(lambda: front.fleet.num_open == 3)
+        before = await cards(a)
+        deleted = await front.client.delete("/v1/adapters/sql")
+        reply = deleted.json()
+        assert (deleted.status_code, reply["error"]["code"]) == (502, "replicas_disagree")
+        assert f"{raw.name} could not be put back" in reply["error"]["message"]
+        assert [card["is_restored"] for card in reply["replicas"]] == [True, False, True]
+        assert await cards(a) == await cards(b) == before
+
+
 async def test_a_refusal_of_the_first_is_the_answer_and_nothing_has_happened() -> None:
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
         await front.until(lambda: front.fleet.num_open == 2)
