@@ -16,6 +16,7 @@ import msgspec
 from loraplex.bounds.json_size import slices
 from loraplex.routing import Needs, prefix_digests
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import key_of
 from loraplex.server.body import check_num_values
 
 T = TypeVar("T")
@@ -85,10 +86,13 @@ def adapter_of(model: str | None, base_names: Set[str]) -> str | None:
 
 
 def tenant_of(authorization: str) -> str | None:
-    """A name for what a client sends as its key, from which the key does not follow; another one in each process."""
+    """A name for what a client sends as its key, however it is spelled, from which the key does not follow; another one
+    in each process."""
     if not authorization:
         return None
-    return hmac.new(_SECRET, authorization.encode("latin-1", "replace"), "sha256").hexdigest()[:16]
+    key = key_of(authorization)
+    credential = authorization if key is None else f"Bearer {key}"
+    return hmac.new(_SECRET, credential.encode("latin-1", "replace"), "sha256").hexdigest()[:16]
 
 
 def adapters_named(body: bytes, fields: Sequence[str]) -> list[str]:

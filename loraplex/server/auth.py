@@ -41,6 +41,12 @@ def credential_of(headers: Headers) -> str:
     return f"Bearer {key}" if given is None and key else given or ""
 
 
+def key_of(credential: str) -> str | None:
+    """The key in what `credential_of` gives, `Bearer` and a key, however these are spelled; None: it has no key."""
+    scheme, _, key = credential.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What the key of a request stands for.
@@ -127,10 +133,10 @@ class KeyRing:
 
     def caller_of(self, credential: str) -> Caller | None:
         """Of what `credential_of` gives: `Bearer` and a key; None for any other. Every key is compared, always."""
-        scheme, _, key = credential.partition(" ")
-        given, table = key_digest(key.strip()), self.table
+        key, table = key_of(credential), self.table
+        given = key_digest(key or "")
         found = [caller for digest, caller in self._callers if hmac.compare_digest(given, digest)]
-        if scheme.lower() != "bearer":
+        if key is None:
             return None
         if not found:
             of_tenant = table.keys.get(given)

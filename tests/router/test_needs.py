@@ -20,6 +20,7 @@ from loraplex.router.needs import (
     tenant_of,
 )
 from loraplex.server.api_error import ApiError
+from loraplex.server.auth import KeyRing
 
 
 def read(authorization: str = "", **fields: Any) -> Any:
@@ -74,6 +75,14 @@ def test_a_tenant_is_its_key_but_does_not_tell_it() -> None:
     assert tenant_of("") is None
     assert tenant_of("Bearer secret") == tenant_of("Bearer secret") != tenant_of("Bearer other")
     assert "secret" not in str(tenant_of("Bearer secret"))
+
+
+@pytest.mark.parametrize("spelling", ["bearer secret", "BEARER  secret", "Bearer secret\t", "bEaReR \xa0secret"])
+def test_a_key_is_one_tenant_however_it_is_spelled(spelling: str) -> None:
+    """As replicas take it: each spelling was a client of its own, with turns and a place among the known keys."""
+    assert KeyRing(["secret"]).caller_of(spelling) is not None
+    assert tenant_of(spelling) == tenant_of("Bearer secret")
+    assert tenant_of("Basic secret") not in (tenant_of("basic secret"), tenant_of("Bearer secret"))
 
 
 NOT_MADE = {
