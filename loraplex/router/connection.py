@@ -123,7 +123,7 @@ class Line:
     async def send(self, method: str, target: bytes, headers: Headers, body: bytes, silence_s: float) -> Answer:
         """The answer as soon as it begins. Raises NotSentError, LostError."""
         head = self._head(method, target, headers, len(body))
-        connection = self._idle.pop() if self._idle else await self._connect()
+        connection = self._kept() or await self._connect()
         try:
             status, answered = await connection.ask(method, head, body, silence_s)
             await self._turns.next()
@@ -131,6 +131,14 @@ class Line:
             connection.abort()
             raise
         return Answer(connection, status, answered, silence_s, self._turns)
+
+    def _kept(self) -> _Connection | None:
+        """The idle one that was used last. Those that replicas have closed leave a turn of the event loop later."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_closing:
+                return connection
+        return None
 
     def _head(self, method: str, target: bytes, headers: Headers, num_bytes: int) -> bytes:
         if not _TARGET.fullmatch(target) or not all(_VALUE.fullmatch(value) for _, value in headers):
@@ -183,6 +191,10 @@ class _Connection(SmallReads):
         self._error: LostError | None = None
         self._has_head = self._is_whole = self._is_reusable = False
 
+    @property
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
     # ------------------------------------------------------------------------------------------------------ one request
 
     async def ask(self, method: str, head: bytes, body: bytes, silence_s: float) -> tuple[int, Headers]:
@@ -213,7 +225,7 @@ class _Connection(SmallReads):
         if self._parser is None:
             return
         self._parser = None
-        is_usable = self._is_reusable and self._is_whole and not self._transport.is_closing()
+        is_usable = self._is_reusable and self._is_whole and not self.is_closing
         if not is_usable or len(self._idle) >= MAX_IDLE_CONNECTIONS:
             self.abort()
             return

@@ -105,6 +105,16 @@ async def test_what_comes_behind_an_answer_is_no_answer_to_the_next_request(more
         assert server.num_connections == 2
 
 
+async def test_a_connection_that_is_closing_gets_no_request() -> None:
+    """As one whose end has come in this turn of the event loop."""
+    server = Server([PLAIN], [PLAIN])
+    async with server.line() as line:
+        assert await (await get(line)).read(5) == b"hello"
+        line._idle[0]._transport.close()
+        assert await (await get(line)).read(5) == b"hello"
+        assert server.num_connections == 2
+
+
 async def test_an_answer_to_head_has_no_body() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"
     async with Server([head], [PLAIN]).line() as line:
