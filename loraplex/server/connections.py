@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 from loraplex.errors import TenantLimitError
@@ -144,6 +145,7 @@ class Connections:
         self._receiving: dict[str, dict[Closable, None]] = {}  # by client, oldest first
         self._receiving_for: dict[Closable, str] = {}
         self._of_tenants = TenantConnections(max_open)
+        self._over: dict[Closable, None] = {}  # idle ones that gave up their place and are yet to rest, oldest first
         self._waiting = SharedBytes(MAX_WAITING_BYTES)
         self.answers = HeldAnswers(MAX_UNREAD_BYTES, partial(self._cut, "answers", MAX_UNREAD_BYTES))
         self.outputs = HeldAnswers(MAX_OUTPUT_BYTES, partial(self._cut, "log probabilities", MAX_OUTPUT_BYTES))
@@ -239,6 +241,7 @@ class Connections:
         self._new.discard(connection)
         self._in_handshake.discard(connection)
         self._idle.pop(connection, None)
+        self._over.pop(connection, None)
         self._of_tenants.set_busy(connection)
         client = self._receiving_for.pop(connection, None)
         if client is not None:
@@ -259,26 +262,39 @@ class Connections:
 
     def give_to(self, connection: Closable, tenant: str, most: int | None) -> bool:
         """Whether the connection is this tenant's now ("": the operator's), which may have `most` of them (None: its
-        share). Idle ones of the tenant are closed for it, the oldest first."""
+        share). Idle ones of the tenant give up their place for it, the oldest first; they are closed, though not before
+        they have rested: the next request of a proxy may be on its way, and another tenant's."""
+        self._over.pop(connection, None)  # its next request has come
+        for before in tuple(islice(self._over, MAX_CLOSED_AT_ONCE)):
+            self._close_rested(before)
         for _ in range(MAX_CLOSED_AT_ONCE):
             if self._of_tenants.take(connection, tenant, most):
                 return True
             idle = self._of_tenants.oldest_idle(tenant)
             if idle is None:
                 return False
-            self.disown(idle)
-            self._close(idle, "its tenant has as many connections as it may have, and a new one took its place")
+            self._of_tenants.release(idle)
+            self._over[idle] = None
+            self._close_rested(idle)
         return self._of_tenants.take(connection, tenant, most)
 
     def disown(self, connection: Closable) -> None:
-        """It is no tenant's any longer: it is closed, or about to be."""
-        self._of_tenants.release(connection)
+        """It is no tenant's any longer: it is closed."""
+        self._over.pop(connection, None)
+        self._of_tenants.forget(connection)
+
+    def _has_rested(self, connection: Closable) -> bool:
+        return self._clock() - self._idle[connection] >= IDLE_AT_LEAST_S
+
+    def _close_rested(self, connection: Closable) -> None:
+        if self._has_rested(connection):
+            self._close(connection, "its tenant has as many connections as it may have, and a new one took its place")
 
     def _idlest(self) -> Closable | None:
         if (new := self._new.first()) is not None:
             return new
         connection = next(iter(self._idle), None)
-        if connection is not None and self._clock() - self._idle[connection] >= IDLE_AT_LEAST_S:
+        if connection is not None and self._has_rested(connection):
             return connection
         most = max(self._receiving.values(), key=len, default={})
         return next(iter(most)) if len(most) > 1 else None
@@ -387,12 +403,14 @@ class TenantConnections:
     """Connections by the tenant of the latest request of each; "" has the operator's, which nothing bounds.
 
     Without a limit of its own a tenant has at most as many as it leaves to others, as of the memory for bodies, and one
-    always. Connections without a request of a key count for none: a full server closes these first. A step is O(1).
+    always. Connections without a request of a key count for none: a full server closes these first. One that has had
+    requests of several tenants is a proxy's: it counts while it has a request. A step is O(1).
     """
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
         self._owners: dict[Closable, str] = {}
+        self._only: dict[Closable, str | None] = {}  # the tenant of all its requests; None: of several
         self._idle: dict[str, dict[Closable, None]] = {}  # by tenant, longest first
         self.counts = Counter[str]()
 
@@ -403,6 +421,8 @@ class TenantConnections:
         self.release(connection)
         if tenant and not self._has_place(tenant, most):
             return False
+        if self._only.setdefault(connection, tenant) != tenant:
+            self._only[connection] = None
         self._owners[connection] = tenant
         self.counts[tenant] += 1
         return True
@@ -419,10 +439,17 @@ class TenantConnections:
             if not self.counts[tenant]:
                 del self.counts[tenant]
 
+    def forget(self, connection: Closable) -> None:
+        """It is closed."""
+        self.release(connection)
+        self._only.pop(connection, None)
+
     def set_idle(self, connection: Closable) -> None:
-        """It waits for its next request, where it is some tenant's."""
+        """It waits for its next request."""
         self.set_busy(connection)
-        if tenant := self._owners.get(connection):
+        if self._only.get(connection, "") is None:
+            self.release(connection)
+        elif tenant := self._owners.get(connection):
             self._idle.setdefault(tenant, {})[connection] = None
 
     def set_busy(self, connection: Closable) -> None:
@@ -439,6 +466,7 @@ class TenantConnections:
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is counted is what is there."""
         assert self.counts == Counter(self._owners.values())
+        assert self._owners.keys() <= self._only.keys()
         assert all(self._owners.get(each) == tenant for tenant, idle in self._idle.items() for each in idle)
 
 

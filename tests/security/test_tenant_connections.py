@@ -14,7 +14,7 @@ import sqlalchemy as sa
 import uvloop
 
 from loraplex.adapters.journal.tables import JournalTables
-from loraplex.server import ServerConfig
+from loraplex.server import ServerConfig, connections
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from loraplex.tenants.store import TenantStore
@@ -113,7 +113,8 @@ def test_without_a_limit_a_tenant_leaves_half_of_the_rest(live: Live) -> None:
     assert live.server.connections.num_open == 8
 
 
-def test_an_idle_connection_is_closed_for_the_tenants_next_one(live: Live) -> None:
+def test_an_idle_connection_is_closed_for_the_tenants_next_one(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "IDLE_AT_LEAST_S", 0.0)
     idle, other = live.hold("acme"), live.hold("beta")
     for sock in (idle, other):
         sock.sendall(BODY)
@@ -125,6 +126,21 @@ def test_an_idle_connection_is_closed_for_the_tenants_next_one(live: Live) -> No
         assert idle.recv(1) == b""
     other.sendall(live.head("beta") + BODY)
     assert status_of(other) == 200
+
+
+def test_a_connection_of_several_tenants_is_closed_for_none(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router may be sending the request of one of them while another is at its limit."""
+    monkeypatch.setattr(connections, "IDLE_AT_LEAST_S", 0.0)
+    proxy = live.open.enter_context(connect(live.server, b""))
+    for key in ("beta", "acme"):
+        proxy.sendall(live.head(key) + BODY)
+        assert status_of(proxy) == 200
+    until(lambda: not live.server.connections.tenant_counts)
+    live.hold("acme")
+    live.hold("acme")
+    assert live.ask("acme").startswith(b"HTTP/1.1 429 ")
+    proxy.sendall(live.head("beta") + BODY)
+    assert status_of(proxy) == 200
 
 
 def test_connections_one_after_another_are_never_too_many(live: Live) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.server import ServerConfig, connections
-from loraplex.server.connections import BySource, Connections, SharedBytes, Slot, TenantConnections
+from loraplex.server.connections import (
+    IDLE_AT_LEAST_S,
+    BySource,
+    Connections,
+    SharedBytes,
+    Slot,
+    TenantConnections,
+)
 
 HOLDS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=60)
 
@@ -149,7 +157,7 @@ def test_a_limit_stands_for_the_share_and_nothing_bounds_the_operator() -> None:
 
 
 def test_an_idle_connection_of_the_tenant_makes_room_the_oldest_first() -> None:
-    shared = Connections(ServerConfig(), 100)
+    shared = Connections(ServerConfig(), 100, count(0.0, IDLE_AT_LEAST_S).__next__)
     made = [Answer() for _ in range(6)]
     other = Answer()
     assert shared.give_to(other, "beta", 1)
@@ -183,6 +191,39 @@ def test_a_connection_belongs_to_the_tenant_of_its_latest_request() -> None:
     assert shared.give_to(Answer(), "beta", 1)
 
 
+def test_an_idle_connection_that_made_room_is_closed_when_it_has_rested() -> None:
+    """It was closed at once: a router may have been sending another tenant's request, which was 502 then."""
+    now = [0.0]
+    shared = Connections(ServerConfig(), 100, lambda: now[0])
+    made = [Answer() for _ in range(4)]
+    for connection in made[:3]:
+        assert shared.give_to(connection, "acme", 1)
+        shared.set_idle(connection)
+    assert shared.tenant_counts == {"acme": 1}
+    assert shared.give_to(made[0], "beta", 1)
+    shared.set_busy(made[0])
+    now[0] = IDLE_AT_LEAST_S
+    assert shared.give_to(made[3], "acme", 1)
+    assert [each.is_cut for each in made] == [False, True, True, False]
+    assert not shared.give_to(Answer(), "acme", 1)
+
+
+def test_an_idle_connection_of_several_tenants_is_closed_for_none_of_them() -> None:
+    shared = Connections(ServerConfig(), 100, count(0.0, IDLE_AT_LEAST_S).__next__)
+    proxy = Answer()
+    for tenant in ("beta", "acme", "acme"):
+        assert shared.give_to(proxy, tenant, 1)
+        shared.set_busy(proxy)
+        assert shared.tenant_counts == {tenant: 1}
+        shared.set_idle(proxy)
+    assert not shared.tenant_counts
+    assert shared.give_to(Answer(), "acme", 1)
+    assert not shared.give_to(proxy, "acme", 1), "its requests count as those of any other"
+    assert shared.give_to(proxy, "beta", 1)
+    assert not proxy.is_cut
+    assert not shared.refused
+
+
 OWNED = st.lists(
     st.tuples(st.integers(0, 20), st.sampled_from(["", "a", "b", "c"]), st.sampled_from(["take", "idle", "release"])),
     max_size=100,
@@ -194,12 +235,16 @@ def test_places_are_counted_and_bounded(steps: list[tuple[int, str, str]]) -> No
     made = [Answer() for _ in range(21)]
     places = TenantConnections(12)
     owners: dict[int, str] = {}
+    served = defaultdict[int, set[str]](set)
     for index, tenant, action in steps:
         if action == "release":
-            places.release(made[index])
+            places.forget(made[index])
             owners.pop(index, None)
+            served.pop(index, None)
         elif action == "idle":
             places.set_idle(made[index])
+            if len(served[index]) > 1:
+                owners.pop(index, None)
         else:
             before = owners.pop(index, None)
             others = Counter(owners.values())
@@ -207,5 +252,6 @@ def test_places_are_counted_and_bounded(steps: list[tuple[int, str, str]]) -> No
             assert places.take(made[index], tenant) == (before == tenant or has_room)
             if before == tenant or has_room:
                 owners[index] = tenant
+                served[index].add(tenant)
         places.check_integrity()
     assert places.counts == Counter(owners.values())
