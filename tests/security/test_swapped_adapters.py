@@ -176,6 +176,24 @@ def test_a_tenants_directory_that_has_become_a_link_is_not_fetched(adapter: Path
     opener_of(root).open(str(adapter))  # the operator may
 
 
+async def test_a_load_by_need_reads_nothing_of_another_source(adapter: Path, swapper: Swapper, tmp_path: Path) -> None:
+    """Its directory was looked at before its load waited for its turn: it got another tenant's weights."""
+    others = Path(shutil.copytree(adapter, adapter.parents[1] / "of-another-user" / "a"))
+    opener = opener_of(adapter.parent, others.parent)
+
+    def open_adapter(path: str) -> OpenedAdapter:
+        swap(adapter, others)
+        return opener.open(path)
+
+    sources = f"acme/own={adapter.parent}", f"beta/own={others.parent}"
+    with tenancy(tmp_path, {}, open_adapter=open_adapter, adapter_sources=sources) as server:
+        async with client_of(server.app) as client:
+            body = {"model": "own/a", "prompt": "x", "max_tokens": 1}
+            answer = await client.post("/v1/completions", json=body, headers=server.headers("acme"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_path_forbidden")
+    assert swapper.read.isdisjoint(_inode(file.stat()) for file in others.iterdir())
+
+
 async def test_whatever_a_tenant_loads_is_opened_within_its_roots(tmp_path: Path) -> None:
     seen: list[tuple[Path, ...] | None] = []
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from loraplex.adapters.registry import LoadResult, LoRARegistry, OpenedAdapter, VersionRecord
 from loraplex.adapters.remote.fetched import Evict, FetchedFiles, MakeRoom
-from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.source import AdapterSource, narrowed_to
 from loraplex.adapters.sources.named import ORIGIN
 from loraplex.errors import LoraplexError
 
@@ -31,12 +32,14 @@ class NeedOpener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NeededAdapter:
-    """path: what it is loaded from; called: as its client wrote it; source: the name of the operator's source."""
+    """path: what it is loaded from; called: as its client wrote it; source: the name of the operator's source; inside:
+    where its files must lie, too."""
 
     name: str
     path: str
     called: str
     source: str
+    inside: tuple[Path, ...] | None = None
 
 
 class LoadsByNeed:
@@ -55,7 +58,8 @@ class LoadsByNeed:
     ) -> LoadResult:
         """As `LoRARegistry.load`. evict: takes away names that came so, where their files have to go."""
         try:
-            with self.files.loading(lambda: [spec.path for spec in registry.specs()], evict) as make_room:
+            loading = self.files.loading(lambda: [spec.path for spec in registry.specs()], evict)
+            with narrowed_to(needed.inside), loading as make_room:
                 return registry.load(
                     needed.name,
                     needed.path,

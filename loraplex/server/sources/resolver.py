@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from fastapi import Request
 
@@ -127,8 +128,10 @@ class AdapterResolver:
             path = await asyncio.get_running_loop().run_in_executor(self._threads, source.path_of, adapter)
             if path is None:
                 return
+            inside = (Path(source.place),) if source.is_directory else None  # now that it is to be opened, still
+            needed = NeededAdapter(registered, path, written, source.name, inside)
             try:
-                await self._load_with_room(request, NeededAdapter(registered, path, written, source.name))
+                await self._load_with_room(request, needed)
             except AdapterConflictError:
                 if self._engine.registry is None or not self._engine.registry.is_registered(registered):
                     raise  # else a verb was quicker
