@@ -81,18 +81,23 @@ class _DamagedRowError(JournalError):
 
 
 class TenantStore:
-    """Thread-safe; every method is one transaction. Raises JournalError when the database cannot be used."""
+    """Thread-safe; every method is one transaction. Raises JournalError when the database cannot be used.
+
+    What a server asks again and again, `revision` and `read`, has sessions of its own, and waits for nothing else.
+    """
 
     def __init__(self, engine: sa.Engine, clock: Callable[[], float] = time.time) -> None:
         self.engine = engine
+        self._watched = sa.Engine(engine.pool.recreate(), engine.dialect, engine.url)
         self._clock = clock
 
     def close(self) -> None:
         self.engine.dispose()
+        self._watched.dispose()
 
     @contextmanager
-    def reading(self) -> Iterator[sa.Connection]:
-        with _as_journal_errors(), self.engine.connect() as connection:
+    def reading(self, engine: sa.Engine | None = None) -> Iterator[sa.Connection]:
+        with _as_journal_errors(), (engine or self.engine).connect() as connection:
             yield connection
 
     @contextmanager
@@ -111,7 +116,7 @@ class TenantStore:
     def revision(self) -> int:
         """0: there was never a tenant or a key, no server has made the tables yet, or what is there is no number."""
         query = sa.select(ABOUT_TABLE.c.value).where(ABOUT_TABLE.c.key == REVISION)
-        with self.reading() as connection:
+        with self.reading(self._watched) as connection:
             try:
                 found = connection.execute(query).scalar()
                 return int(found) if found is not None and is_revision(found) else 0
@@ -124,7 +129,7 @@ class TenantStore:
     def read(self) -> TenantTable:
         """Rows that cannot be used open nothing, and a number that is none counts as one: only a database without any
         rows has revision 0."""
-        with self.reading() as connection:
+        with self.reading(self._watched) as connection:
             if not sa.inspect(connection).has_table(ABOUT_TABLE.name):
                 return TenantTable()
             found = read_tenant_rows(connection)

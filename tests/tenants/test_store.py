@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -238,6 +238,19 @@ def test_a_server_sees_what_another_process_changes(store: TenantStore) -> None:
         until(lambda: key_digest(secret) not in directory.table.keys)
     finally:
         directory.close()
+
+
+def test_a_revoked_key_is_seen_while_other_sessions_are_taken(store: TenantStore) -> None:
+    """Two long questions for usage had all that a server has, and the key opened its doors until one was answered."""
+    key, secret = store.create_key(Role.ADMIN)
+    pool = store.engine.pool.recreate()
+    assert isinstance(pool, sa.QueuePool)
+    own = TenantStore(sa.Engine(pool, store.engine.dialect, store.engine.url))
+    with closing(TenantDirectory(own, poll_s=0.01)) as directory, ExitStack() as taken:
+        for _ in range(pool.size() + pool._max_overflow):
+            taken.enter_context(own.engine.connect())
+        store.revoke_key(key.key_id)
+        until(lambda: key_digest(secret) not in directory.table.keys)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

@@ -74,7 +74,7 @@ class Database:
         return session
 
     def pooled(self) -> sa.Engine:
-        """At most two sessions, kept, with SQLAlchemy's own transactions."""
+        """At most two sessions, of which one is kept, with SQLAlchemy's own transactions."""
         return sa.create_engine(
             "postgresql+psycopg://",
             creator=partial(self._connect, False),
