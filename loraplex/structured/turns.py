@@ -7,7 +7,7 @@ mask; its next one is compiled when one of these is used, or its request has end
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,6 +15,9 @@ from typing import Any
 from weakref import WeakSet
 
 NUM_COMPILE_THREADS = 2
+MAX_OF_A_CLIENT = NUM_COMPILE_THREADS - 1
+"""At a time: some forms take seconds. Requests without a client ("") may be of any number of them."""
+
 MAX_AHEAD = 32
 """Grammars that wait for their first mask, of all clients but one more, in equal parts. A client may have one always,
 while there are fewer than twice as many in all."""
@@ -42,7 +45,7 @@ class CompileTurns:
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[_Work]] = {}
         self._ahead: dict[Hashable, WeakSet[Ahead]] = {}
-        self._num_compiling = 0
+        self._compiling: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_COMPILE_THREADS, thread_name_prefix="grammar")
         self._pending: set[Future[Any]] = set()
@@ -57,7 +60,7 @@ class CompileTurns:
         future.add_done_callback(self._pending.discard)
         with self._lock:
             self._queues.setdefault(client, deque()).append(_Work(future, is_there, make))
-        self._begin_next(0)
+        self._begin_next()
         return future
 
     def note(self, client: Hashable, ahead: Ahead) -> None:
@@ -67,7 +70,7 @@ class CompileTurns:
     def poll(self) -> None:
         """Begin what had to wait, where steps have used what was ahead."""
         if self._queues:
-            self._begin_next(0)
+            self._begin_next()
 
     @property
     def is_busy(self) -> bool:
@@ -78,35 +81,37 @@ class CompileTurns:
         """Until one more is compiled, at most so long."""
         wait(set(self._pending), timeout_s, FIRST_COMPLETED)
 
-    def _begin_next(self, num_ended: int) -> None:
-        """One of each client's in turn, as many at a time as there are threads."""
+    def _begin_next(self, *ended: Hashable) -> None:
+        """One of each client's in turn, as many at a time as there are threads. ended: whose is compiled."""
         with self._lock:
-            self._num_compiling -= num_ended
+            self._compiling -= Counter(ended)
             num_looks = 0
-            while self._queues and self._num_compiling < NUM_COMPILE_THREADS and num_looks < NUM_LOOKS:
+            while self._queues and self._compiling.total() < NUM_COMPILE_THREADS and num_looks < NUM_LOOKS:
                 client = next(iter(self._queues))
                 queue = self._queues.pop(client)
                 if queue[0].future.cancelled() or self._may_begin(client, queue[0]):
                     work = queue.popleft()
                     if work.future.set_running_or_notify_cancel():
-                        self._num_compiling += 1
-                        self._threads.submit(self._run, work)
+                        self._compiling[client] += 1
+                        self._threads.submit(self._run, client, work)
                 else:
                     num_looks += 1
                 if queue:
                     self._queues[client] = queue  # behind all others
 
     def _may_begin(self, client: Hashable, work: _Work) -> bool:
+        if client and self._compiling[client] >= MAX_OF_A_CLIENT:
+            return False
         for each in [each for each, of_it in self._ahead.items() if not of_it]:
             del self._ahead[each]
         num = {each: len(of_it) for each, of_it in self._ahead.items()}
         share = max(1, MAX_AHEAD // (len({*num, *self._queues, client}) + 1))
         return (num.get(client, 0) < share and sum(num.values()) < 2 * MAX_AHEAD) or work.is_there()
 
-    def _run(self, work: _Work) -> None:
+    def _run(self, client: Hashable, work: _Work) -> None:
         try:
             work.future.set_result(work.make())
         except BaseException as error:
             work.future.set_exception(error)
         finally:
-            self._begin_next(1)
+            self._begin_next(client)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -30,7 +32,7 @@ def add(
 
 
 def settle(turns: CompileTurns) -> None:
-    until(lambda: not turns._num_compiling)
+    until(lambda: not turns._compiling)
 
 
 def num_made(futures: list[Future[Ahead]]) -> int:
@@ -66,6 +68,24 @@ def test_a_full_client_delays_no_other(turns: CompileTurns) -> None:
         other.result(timeout=30)
     settle(turns)
     assert num_made(full) == before
+
+
+def test_slow_forms_of_a_client_delay_no_other(turns: CompileTurns) -> None:
+    """They were in both threads, one after another, and another client's short form waited for seconds."""
+    release = threading.Event()
+    slow = [turns.add("a", lambda: False, partial(release.wait, 60)) for _ in range(20)]
+    try:
+        assert turns.add("b", lambda: False, lambda: True).result(timeout=30)
+        assert sum(future.running() for future in slow) == 1
+    finally:
+        release.set()
+
+
+def test_requests_without_a_client_take_all_threads(turns: CompileTurns) -> None:
+    """They may be of many."""
+    together = threading.Barrier(NUM_COMPILE_THREADS)
+    futures = [turns.add("", lambda: False, partial(together.wait, 60)) for _ in range(NUM_COMPILE_THREADS)]
+    assert sorted(future.result(timeout=60) for future in futures) == list(range(NUM_COMPILE_THREADS))
 
 
 def test_equal_forms_wait_for_none(turns: CompileTurns) -> None:
