@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import HeldAdapters, Journal, LoRARef, LoRARegistry, OnChange, SharedJournal
-from loraplex.adapters.registry.registry import ABORT_GRACE_S
+from loraplex.adapters.registry.drain import ABORT_GRACE_S
 from loraplex.adapters.remote.fetched import FOLDER_NAME as FETCHED
 from loraplex.adapters.remote.fetched import MAX_FETCHED_BYTES, FetchedFiles
 from loraplex.adapters.remote.wanted import MAX_TEXT_BYTES

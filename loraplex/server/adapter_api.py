@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
+from loraplex.adapters.registry import AdapterInfo, Draining, LoadResult, LoadStatus, LoRARegistry, SwitchResult
 from loraplex.adapters.source import narrowed_to
 from loraplex.errors import LoraplexError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS
@@ -56,7 +56,7 @@ from loraplex.server.sources.upload_route import FORM_TYPE, UploadRoute
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
 from loraplex.server.tensors_api import TensorRoute, TensorsQuery
-from loraplex.server.verb_turns import VerbTurns
+from loraplex.server.verb_turns import DrainWaits, VerbTurns
 from loraplex.server.wires.sglang_loading import SGLangLoading
 
 LISTS = ListReply[AdapterCard], ListReply[BriefAdapterCard], ListReply[SourceAdapterCard]
@@ -96,6 +96,7 @@ class AdapterRoutes:
         self._roots = AdapterRoots.of(context.config)
         self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)
+        self._drains = DrainWaits()
         receiver = UploadReceiver(context)
         self._tensors = TensorRoute(context, self._names, self._loads, receiver)
         self._upload = UploadRoute(context, self._names, self._loads, receiver)
@@ -357,7 +358,8 @@ class AdapterRoutes:
         """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
         self._registry(f"adapter {clipped(name)!r} was to be unloaded")
         name = self._names.own(request, name)
-        result = await self._verb(request, LoRARegistry.unload, name, query.deadline_s, query.force)
+        begin = partial(self._verb, request, LoRARegistry.begin_unload, name, query.deadline_s, query.force)
+        result = await self._drains.run(client_of(request), query.deadline_s, begin)
         return _json(UnloadReply.of(result, caller_of(request).scope))
 
     @requires(Access.OWN_LOADING)
@@ -369,14 +371,19 @@ class AdapterRoutes:
         old = self._names.own(request, body.old)
         own_name = self._names.own if body.new_path is None else self._names.new
         new = own_name(request, body.new, "new")
-        async with (self._verbs if body.new_path is None else self._loads).of(client_of(request)):
-            if body.new_path is not None:
-                await self._check_path(request, body.new_path, "new_path")
-            async with self._quota.changing(request, new, is_load=body.new_path is not None) as check_size:
-                with self._in_roots(request):
-                    result = await self._engine.on_registry(
-                        LoRARegistry.switch, old, new, body.new_path, body.deadline_s, body.force, check_size=check_size
-                    )
+
+        async def begin() -> Draining[SwitchResult]:
+            async with (self._verbs if body.new_path is None else self._loads).of(client_of(request)):
+                if body.new_path is not None:
+                    await self._check_path(request, body.new_path, "new_path")
+                async with self._quota.changing(request, new, is_load=body.new_path is not None) as check_size:
+                    verb = partial(LoRARegistry.begin_switch, check_size=check_size)
+                    with self._in_roots(request):
+                        return await self._engine.on_registry(
+                            verb, old, new, body.new_path, body.deadline_s, body.force
+                        )
+
+        result = await self._drains.run(client_of(request), body.deadline_s, begin)
         return _json(SwitchReply.of(result, caller_of(request).scope))
 
     # -------------------------------------------------------------------------------------------- adapters of adapters

@@ -1,15 +1,25 @@
-"""Verbs on adapters, so many at a time: one that hangs (on a file system, say) takes a place of its client alone."""
+"""Verbs on adapters, so many at a time: one that hangs (on a file system, say) takes a place of its client alone, and
+one that waits for requests takes no place of other verbs, and no thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
+from loraplex.adapters.registry import Draining
 from loraplex.server.api_error import ApiError
 
 PATIENCE_S = 10.0
+MAX_WAITS, MAX_WAITS_OF_A_CLIENT = 1024, 128
+NUM_END_THREADS = 2
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -57,3 +67,51 @@ class VerbTurns:
                 kind="overloaded_error",
                 code="too_many_verbs",
             ) from None
+
+
+class DrainWaits:
+    """Verbs that wait for requests as long as their clients say. What has begun ends, though its client may be gone."""
+
+    def __init__(self) -> None:
+        self._turns = VerbTurns("verbs that wait for requests", MAX_WAITS, MAX_WAITS_OF_A_CLIENT)
+        self._threads = ThreadPoolExecutor(NUM_END_THREADS, thread_name_prefix="drain-end")
+        self._running: set[asyncio.Future[Any]] = set()
+
+    async def run(self, client: str, deadline_s: float | None, begin: Callable[[], Awaitable[Draining[T]]]) -> T:
+        """The result of what `begin` begins in a turn of its own, which is over when the wait begins."""
+        running = asyncio.ensure_future(self._run(client, deadline_s, begin))
+        self._running.add(running)
+        running.add_done_callback(self._end)
+        return await asyncio.shield(running)
+
+    async def _run(self, client: str, deadline_s: float | None, begin: Callable[[], Awaitable[Draining[T]]]) -> T:
+        async with AsyncExitStack() as held:
+            if deadline_s:
+                await held.enter_async_context(self._turns.of(client))
+            draining = await begin()
+            while draining.waits_for is not None:
+                await _wait(*draining.waits_for)
+                going_on = partial(copy_context().run, draining.go_on)
+                await asyncio.get_running_loop().run_in_executor(self._threads, going_on)
+            return draining.result
+
+    def _end(self, done: asyncio.Future[Any]) -> None:
+        self._running.discard(done)
+        if not done.cancelled():
+            done.exception()  # its client has it, if it is there
+
+
+async def _wait(drains: Sequence[Future[bool]], timeout_s: float) -> None:
+    """As `concurrent.futures.wait`, without a thread."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Semaphore(0)
+
+    def note_end(_: Future[bool]) -> None:
+        with suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(ended.release)
+
+    for drain in drains:
+        drain.add_done_callback(note_end)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for _ in drains:
+                await ended.acquire()

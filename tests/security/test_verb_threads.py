@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from loraplex.adapter_store import AddOutcome
 from loraplex.adapters.sources.named import NamedSource
@@ -53,6 +54,20 @@ def hang() -> Iterator[threading.Event]:
     release = threading.Event()
     yield release
     release.set()
+
+
+def client_at(app: FastAPI, address: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://localhost")
+
+
+async def begin_request(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, name: str
+) -> asyncio.Future[httpx.Response]:
+    """One that runs until the engine goes on."""
+    running = asyncio.ensure_future(client.post("/v1/completions", json={"model": name, "prompt": "x"}))
+    while not engine.num_running:
+        await asyncio.sleep(0.001)
+    return running
 
 
 def test_loads_of_each_kind_together_leave_threads_for_verbs() -> None:
@@ -101,11 +116,7 @@ async def test_loads_that_hang_leave_other_verbs_and_other_clients_alone(
         hang.wait(60) and open_adapter(path) if path == "/hung" else open_adapter(path)
     )
     app = create_app(engine, ServerConfig())
-
-    def client_at(address: str) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://localhost")
-
-    async with client_at("10.0.0.1") as client, client_at("10.0.0.2") as other:
+    async with client_at(app, "10.0.0.1") as client, client_at(app, "10.0.0.2") as other:
         hung = asyncio.ensure_future(client.post("/v1/adapters", json={"name": "hung", "path": "/hung"}))
         while engine.registry._table.load_under_way("hung") is None:
             await asyncio.sleep(0.001)
@@ -117,6 +128,75 @@ async def test_loads_that_hang_leave_other_verbs_and_other_clients_alone(
         assert (await client.delete("/v1/adapters/hung")).status_code == 200, "which calls the load off"
         hang.set()
         assert (await hung).json()["error"]["code"] == "adapter_unloaded"
+
+
+@pytest.mark.parametrize("verb", ["unload", "switch", "switch to a path"])
+async def test_a_verb_that_waits_for_requests_takes_no_place_of_others(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request that ran on was enough: two tenants took all places for a day, and nothing else was unloaded."""
+    monkeypatch.setattr(verb_turns, "PATIENCE_S", 2.0)
+    for kind in ("VERBS", "LOADS"):
+        monkeypatch.setattr(adapter_api, f"MAX_{kind}", 1)
+        monkeypatch.setattr(adapter_api, f"MAX_{kind}_OF_A_CLIENT", 1)
+    engine = FakeAsyncEngine({"sql": "/adapters/sql", "chat": "/adapters/chat"})
+    assert engine.registry is not None
+    engine.hold()
+    async with client_at(create_app(engine, ServerConfig()), "10.0.0.1") as client:
+        before = engine.registry.refs()["sql"]
+        running = await begin_request(client, engine, "sql")
+        body = {"old": "sql", "new": "chat", "deadline_s": 86400}
+        if verb == "unload":
+            asking = client.delete("/v1/adapters/sql", params={"deadline_s": 86400})
+        elif verb == "switch":
+            asking = client.post("/v1/adapters/switch", json=body)
+        else:
+            asking = client.post("/v1/adapters/switch", json={**body, "new": "new", "new_path": "/new"})
+        waiting = asyncio.ensure_future(asking)
+        while engine.registry.refs().get("sql") == before and not waiting.done():
+            await asyncio.sleep(0.001)
+        assert (await client.post("/v1/adapters/chat/pin")).status_code == 200
+        assert (await client.post("/v1/adapters", json={"name": "x", "path": "/x"})).status_code == 200
+        assert not waiting.done()
+        engine.resume()
+        answer = (await waiting).json()
+        assert (answer["references"], answer["aborted"]) == (0, 0)
+        assert (await running).status_code == 200
+
+
+async def test_force_ends_requests_whose_verb_has_no_client_any_more() -> None:
+    engine = FakeAsyncEngine({"sql": "/adapters/sql"})
+    assert engine.registry is not None
+    engine.hold()
+    async with client_at(create_app(engine, ServerConfig()), "10.0.0.1") as client:
+        running = await begin_request(client, engine, "sql")
+        query = {"deadline_s": 0.05, "force": "true"}
+        waiting = asyncio.ensure_future(client.delete("/v1/adapters/sql", params=query))
+        while engine.registry.names():
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        while not engine.store.aborted_adapters:
+            await asyncio.sleep(0.001)
+        engine.resume()
+        assert (await running).status_code == 200, "of the fake, whose store ends no request"
+
+
+async def test_verbs_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One too many is refused before it changes anything."""
+    monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(verb_turns, "MAX_WAITS_OF_A_CLIENT", 1)
+    engine = FakeAsyncEngine({"sql": "/adapters/sql", "chat": "/adapters/chat"})
+    assert engine.registry is not None
+    engine.hold()
+    async with client_at(create_app(engine, ServerConfig()), "10.0.0.1") as client:
+        running = await begin_request(client, engine, "sql")
+        waiting = asyncio.ensure_future(client.delete("/v1/adapters/sql", params={"deadline_s": 60}))
+        while "sql" in engine.registry.names():
+            await asyncio.sleep(0.001)
+        assert (await client.delete("/v1/adapters/chat", params={"deadline_s": 60})).status_code == 429
+        assert (await client.delete("/v1/adapters/chat")).status_code == 200
+        engine.resume()
+        assert ((await waiting).status_code, (await running).status_code) == (200, 200)
 
 
 async def test_a_path_is_looked_at_in_threads_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loraplex.adapters.registry.adapter_name import check_clients_name
+    from loraplex.adapters.registry.drain import Draining, start_thread
     from loraplex.adapters.registry.following import OnChange
     from loraplex.adapters.registry.records import (
         AdapterText,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         SharedJournal,
         VersionRecord,
     )
-    from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry, start_thread
+    from loraplex.adapters.registry.registry import HeldAdapters, LoRARegistry
     from loraplex.adapters.registry.verbs import (
         CheckAnswer,
         LoadResult,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "adapter_name": ("check_clients_name",),
+    "drain": ("Draining", "start_thread"),
     "following": ("OnChange",),
     "records": (
         "AdapterText",
@@ -49,7 +51,7 @@ _MODULES = {
         "SharedJournal",
         "VersionRecord",
     ),
-    "registry": ("HeldAdapters", "LoRARegistry", "start_thread"),
+    "registry": ("HeldAdapters", "LoRARegistry"),
     "verbs": ("CheckAnswer", "LoadResult", "LoadStatus", "LoadTurn", "SwitchResult", "UnloadResult", "any_answer"),
     "version": ("LoRARef", "OpenedAdapter"),
     "views": ("AdapterInfo", "LoadedName", "NameQuery", "VersionInfo", "VersionState"),
@@ -62,6 +64,7 @@ __all__ = [
     "CheckAnswer",
     "DatabaseHealth",
     "DatabaseState",
+    "Draining",
     "HeldAdapters",
     "Journal",
     "LoRARef",

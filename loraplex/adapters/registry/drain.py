@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import wraps
+from typing import Generic, ParamSpec, TypeVar
 
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.shared_table import SharedTable
@@ -18,7 +21,22 @@ from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, Pendi
 from loraplex.core import Tier
 from loraplex.errors import AdapterNotFoundError, DatabaseUnavailableError, InvalidRequestError, JournalError
 
+ABORT_GRACE_S = 5.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Steps = Generator[tuple[Sequence[Future[bool]], float], None, T]
+"""A verb that gives, each time that it waits for requests, the drains and how many seconds at most."""
+
 _log = logging.getLogger(__name__)
+
+
+def start_thread(job: Callable[[], None]) -> None:
+    """Run `job` beside the caller.
+
+    Drains are rare (one per unload, reload or switch), so no thread is kept for them.
+    """
+    threading.Thread(target=job, name="loraplex-drain", daemon=True).start()
 
 
 def check_deadline(deadline_s: float | None) -> None:
@@ -26,6 +44,54 @@ def check_deadline(deadline_s: float | None) -> None:
         raise InvalidRequestError(
             f"deadline_s must be a number of seconds >= 0, got {deadline_s!r}", param="deadline_s"
         )
+
+
+class Draining(Generic[T]):
+    """A verb that has taken effect. waits_for: what it gave last; None: it is over, and has a `result`.
+
+    Its caller waits, where it likes, and lets it go on.
+    """
+
+    result: T
+
+    def __init__(self, steps: Steps[T]) -> None:
+        self._steps = steps
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Raises what the verb raises."""
+        self.waits_for: tuple[Sequence[Future[bool]], float] | None = None
+        try:
+            self.waits_for = next(self._steps)
+        except StopIteration as end:
+            self.result = end.value
+
+    def finish(self) -> T:
+        """The result, for which this thread waits."""
+        while self.waits_for is not None:
+            wait(*self.waits_for)
+            self.go_on()
+        return self.result
+
+
+def begun(verb: Callable[P, Steps[T]]) -> Callable[P, Draining[T]]:
+    """A verb that returns when it has to wait for requests."""
+
+    @wraps(verb)
+    def begin(*args: P.args, **kwargs: P.kwargs) -> Draining[T]:
+        return Draining(verb(*args, **kwargs))
+
+    return begin
+
+
+def ended(begin: Callable[P, Draining[T]]) -> Callable[P, T]:
+    """The whole of such a verb, whose waits are its thread's."""
+
+    @wraps(begin)
+    def verb(*args: P.args, **kwargs: P.kwargs) -> T:
+        return begin(*args, **kwargs).finish()
+
+    return verb
 
 
 class Drain:
@@ -69,7 +135,7 @@ class Drain:
             return False
         return self.leave_device(version) if then is AfterDrain.EVICT else self._leave_memory(version)
 
-    def finish(self, drains: Sequence[PendingDrain], deadline_s: float | None, force: bool) -> int:
+    def finish(self, drains: Sequence[PendingDrain], deadline_s: float | None, force: bool) -> Steps[int]:
         """Complete what is idle, wait for the rest, abort it if forced; returns how many requests were aborted.
 
         Raises what the store raised for the drains that are done.
@@ -80,17 +146,15 @@ class Drain:
                 with suppress(AdapterNotFoundError):  # its last request has ended just now
                     self.lift_pin(drain.version)  # a pin would deny its room to other adapters until it is drained
         dones = [drain.done for drain in drains]
-        in_use = wait(dones, 0 if deadline_s is None else deadline_s).not_done
-        num_aborted = 0
-        if force and in_use:
-            versions = [drain.version for drain in drains if drain.done in in_use]
-            with (
-                self._names.lock
-            ):  # before the engine: a request that holds a reference and is not sent yet stays unsent
+        if deadline_s:
+            yield dones, deadline_s
+        num_aborted, versions = 0, [drain.version for drain in drains if not drain.done.done()]
+        if force and versions:
+            with self._names.lock:  # before the engine: a request with a reference that is not sent yet stays unsent
                 for version in versions:
                     version.is_forced_out = True
             num_aborted = sum(self._store.abort_adapter(version.adapter_id) for version in versions)
-            wait(dones, self._abort_grace_s)
+            yield dones, self._abort_grace_s
         for done in dones:
             if done.done():
                 done.result()

@@ -17,7 +17,6 @@ After SGLang's LoRARegistry (stable ids, counts, drain before unload), with vers
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +30,16 @@ from loraplex.adapters.registry.adapter_name import (
     normalize_source,
     split_address,
 )
-from loraplex.adapters.registry.drain import Drain, check_deadline
+from loraplex.adapters.registry.drain import (
+    ABORT_GRACE_S,
+    Drain,
+    Draining,
+    Steps,
+    begun,
+    check_deadline,
+    ended,
+    start_thread,
+)
 from loraplex.adapters.registry.following import Following, Locate, OnChange, found_where_it_was
 from loraplex.adapters.registry.integrity import check_integrity
 from loraplex.adapters.registry.load import AdapterLoader
@@ -57,16 +65,7 @@ from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError, InvalidRequestError
 from loraplex.events import Detail, EventKind
 
-ABORT_GRACE_S = 5.0
 DEFAULT_VERSIONS_KEPT = 2
-
-
-def start_thread(job: Callable[[], None]) -> None:
-    """Run `job` beside the caller.
-
-    Drains are rare (one per unload, reload or switch), so no thread is kept for them.
-    """
-    threading.Thread(target=job, name="loraplex-drain", daemon=True).start()
 
 
 class LoRARegistry:
@@ -343,7 +342,8 @@ class LoRARegistry:
         with self._lock:
             return {name: reason for name, reason in self._skipped.items() if name not in self._table.current}
 
-    def unload(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
+    @begun
+    def begin_unload(self, name: str, deadline_s: float | None = None, force: bool = False) -> Steps[UnloadResult]:
         """The name resolves to nothing at once. Requests on any version of it finish, then every tier is freed.
 
         deadline_s: how long this call waits for them; by default it does not wait, and the drain goes on by itself.
@@ -359,15 +359,13 @@ class LoRARegistry:
             self._names.settle()  # it may have been unloaded by a call that was told that this is not on disk
             raise
         finally:
-            num_aborted = self._drain.finish(drains, deadline_s, force)
+            num_aborted = yield from self._drain.finish(drains, deadline_s, force)
         self._tell(EventKind.UNLOAD, name, "was unloaded", num_aborted=num_aborted)
-        return UnloadResult(
-            adapter_name=name,
-            ref=None if version is None else version.ref,
-            is_drained=all(drain.done.done() for drain in drains),
-            num_references=sum(drain.version.num_references for drain in drains),
-            num_aborted=num_aborted,
-        )
+        num_left = sum(drain.version.num_references for drain in drains)
+        ref, is_drained = None if version is None else version.ref, all(drain.done.done() for drain in drains)
+        return UnloadResult(name, ref, is_drained, num_left, num_aborted)
+
+    unload = ended(begin_unload)
 
     def unload_idle(self, name: str, origin: str, used_before: float) -> bool:
         """Unload a name that has an origin which begins so, if that takes nothing from anything now, and nothing used
@@ -380,13 +378,14 @@ class LoRARegistry:
                 table.remove(name)
                 drains = table.pending_drains(name)
         finally:
-            self._drain.finish(drains, None, False)
+            Draining(self._drain.finish(drains, None, False)).finish()
         self._tell(EventKind.UNLOAD, name, "was unloaded", num_aborted=0)
         return True
 
     # ----------------------------------------------------------------------------------------------------------- switch
 
-    def switch(
+    @begun
+    def begin_switch(
         self,
         old: str,
         new: str,
@@ -397,7 +396,7 @@ class LoRARegistry:
         lora_int_id: int | None = None,
         load_inplace: bool = False,
         check_size: Callable[[int], None] | None = None,
-    ) -> SwitchResult:
+    ) -> Steps[SwitchResult]:
         """Load `new` if it is unknown, promote it, then let it answer for `old` too.
 
         `old` leaves the device after its last request.
@@ -415,12 +414,14 @@ class LoRARegistry:
         loaded = None
         if new_path is not None:
             loaded = self.load(new, new_path, lora_int_id=lora_int_id, load_inplace=load_inplace, check_size=check_size)
-        result = self._switch.switch(old, new, deadline_s, force)
+        result = yield from self._switch.switch(old, new, deadline_s, force)
         if result.is_old_loaded:
             self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
         if loaded is None:
             return result
         return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))
+
+    switch = ended(begin_switch)
 
     def move(
         self, name: str, version: int | None = None, may_answer: Callable[[str], bool] = lambda name: True

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from loraplex.adapter_store import AdapterStore
-from loraplex.adapters.registry.drain import Drain
+from loraplex.adapters.registry.drain import Drain, Steps
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, SwitchResult
 from loraplex.adapters.registry.version import AdapterVersion, PendingDrain
@@ -26,7 +26,7 @@ class AdapterSwitch:
         self._table = names.table
         self._drain = drain
 
-    def switch(self, old: str, new: str, deadline_s: float | None, force: bool) -> SwitchResult:
+    def switch(self, old: str, new: str, deadline_s: float | None, force: bool) -> Steps[SwitchResult]:
         """`new` is loaded; `old` need not be. When `new` cannot be promoted, `old` answers on."""
         began_s = time.monotonic()
         with self._names.verb_on(new) as version:
@@ -40,7 +40,7 @@ class AdapterSwitch:
                 drains = table.redirect(old, version)
         switched_s = time.monotonic()
         is_in_use = any(each.version.num_references for each in drains)
-        num_aborted = self._drain.finish(drains, deadline_s, force)
+        num_aborted = yield from self._drain.finish(drains, deadline_s, force)
         is_drained = all(each.done.done() for each in drains)
         is_evicted = has_made_room or (is_drained and any(each.done.result() for each in drains))
         return SwitchResult(
