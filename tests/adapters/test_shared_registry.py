@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import itertools
+import logging
 import math
 import os
 import random
