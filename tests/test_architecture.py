@@ -81,7 +81,7 @@ TORCH_FREE_FOLDERS = (
 )
 NEEDS_TORCH = {
     "loraplex.frontend.llm": "an engine in this process",
-    "loraplex.frontend.process": "an engine as a process",
+    "loraplex.frontend.engine_loop": "an engine as a process",
     "loraplex.bench": "runs an offline engine",
     "loraplex.profile": "runs an offline engine",
     "loraplex.doctor": "tries kernels",
@@ -95,6 +95,7 @@ TORCH_FREE = ("loraplex.engine.scheduler",)
 MAX_FILES = 17
 LARGER_FOLDERS = {
     ".": (21, "one file a noun that several packages share, and one a command"),
+    "frontend": (18, "one file a part of the front, one for the entry of an engine's process and one for its loop"),
     "kernels": (19, "what kernels read, one file a backend, and what is counted of them"),
     "kernels/triton": (19, "one file a kernel or two that work together, and one for what launches them"),
     "server": (48, "one file a route and one a bound of the protocol; each is opened alone"),

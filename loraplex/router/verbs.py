@@ -52,7 +52,8 @@ from loraplex.router.needs import adapters_named
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError, ErrorBody, clipped
 from loraplex.server.auth import address_of
-from loraplex.server.body import JSON_TYPE, decode_object, media_type_of, read_body
+from loraplex.server.body import decode_object, read_body
+from loraplex.server.browser_guard import JSON_TYPE, media_type_of
 from loraplex.server.streaming import until_disconnect
 
 MAX_BODY_BYTES = 2**16

@@ -42,7 +42,7 @@ from loraplex.server.adapter_schemas import (
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of, client_of
-from loraplex.server.body import JSON_TYPE, media_type_of
+from loraplex.server.browser_guard import JSON_TYPE, media_type_of
 from loraplex.server.config import local_roots
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list

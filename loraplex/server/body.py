@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from loraplex.bounds.json_size import MAX_LONG_NUMBERS, Excess, excess_of
-from loraplex.server.api_error import ApiError, clipped, validation_error
+from loraplex.server.api_error import ApiError, validation_error
 from loraplex.server.auth import client_of
+from loraplex.server.browser_guard import check_media_type
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.request_model import BodyLimits, RequestModel
@@ -29,15 +29,6 @@ SHORT_BODY_BYTES = 16 * 2**10
 
 _HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
 """The first half of a surrogate pair in a body's last text: the decoder misses the other half, as in a cut body."""
-_FORMS = {
-    "application/x-www-form-urlencoded": "curl and others send forms unless told otherwise: "
-    "curl -H 'Content-Type: application/json' -d '{...}'",
-    "multipart/form-data": "send the fields as one JSON object: curl -H 'Content-Type: application/json' -d '{...}'",
-}
-
-JSON_TYPE, RAW_TYPE = "application/json", "application/octet-stream"
-"""The latter is of a body that is a file; only `PUT .../tensors` takes one."""
-
 Model = TypeVar("Model", bound=RequestModel)
 
 
@@ -127,30 +118,3 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
 def _too_long(max_body_bytes: int) -> ApiError:
     return ApiError(f"the body is longer than {max_body_bytes} bytes", status=413, code="body_too_long")
-
-
-def check_media_type(headers: Headers) -> None:
-    """Other types are refused: web pages may post those to a server on this machine. So are packed bodies."""
-    check_encoding(headers)
-    media_type = media_type_of(headers)
-    if media_type != JSON_TYPE:
-        hint = f"; {_FORMS[media_type]}" if media_type in _FORMS else ""
-        raise ApiError(
-            f"Content-Type must be application/json, got {clipped(media_type or 'none')!r}{hint}",
-            status=415,
-            code="unsupported_media_type",
-        )
-
-
-def check_encoding(headers: Headers) -> None:
-    encoding = headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise ApiError(
-            f"Content-Encoding {clipped(encoding)!r} is not supported: send the body as it is",
-            status=415,
-            code="unsupported_media_type",
-        )
-
-
-def media_type_of(headers: Headers) -> str:
-    return headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -16,9 +16,8 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.server.api_error import ApiError, error_response
+from loraplex.server.api_error import ApiError, clipped, error_response
 from loraplex.server.auth import KEY_HEADER
-from loraplex.server.body import RAW_TYPE, check_media_type, media_type_of
 from loraplex.server.config import ServerConfig
 
 BROWSER_HEADERS = (
@@ -34,6 +33,15 @@ LOCAL_ENDINGS = (".local", ".localdomain", ".internal", ".lan", ".home.arpa", ".
 MAX_SHOWN_CHARS = 40
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d{0,5})?", re.ASCII)
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+_FORMS = {
+    "application/x-www-form-urlencoded": "curl and others send forms unless told otherwise: "
+    "curl -H 'Content-Type: application/json' -d '{...}'",
+    "multipart/form-data": "send the fields as one JSON object: curl -H 'Content-Type: application/json' -d '{...}'",
+}
+
+JSON_TYPE, RAW_TYPE = "application/json", "application/octet-stream"
+"""The latter is of a body that is a file; only `PUT .../tensors` takes one."""
 
 _NOT_OF_A_PAGE = ("authorization", KEY_HEADER, "x-requested-with")
 """A page of another site can send a form of files, but none of these headers with it."""
@@ -177,3 +185,30 @@ def _foreign_page(headers: Headers) -> ApiError:
         kind="permission_error",
         code="origin_not_allowed",
     )
+
+
+def check_media_type(headers: Headers) -> None:
+    """Other types are refused: web pages may post those to a server on this machine. So are packed bodies."""
+    check_encoding(headers)
+    media_type = media_type_of(headers)
+    if media_type != JSON_TYPE:
+        hint = f"; {_FORMS[media_type]}" if media_type in _FORMS else ""
+        raise ApiError(
+            f"Content-Type must be application/json, got {clipped(media_type or 'none')!r}{hint}",
+            status=415,
+            code="unsupported_media_type",
+        )
+
+
+def check_encoding(headers: Headers) -> None:
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            f"Content-Encoding {clipped(encoding)!r} is not supported: send the body as it is",
+            status=415,
+            code="unsupported_media_type",
+        )
+
+
+def media_type_of(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -20,7 +20,7 @@ from loraplex.frontend.adapter_updates import UpdateWish
 from loraplex.server.adapter_schemas import LoadReply
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.auth import caller_of, client_of
-from loraplex.server.body import RAW_TYPE, media_type_of
+from loraplex.server.browser_guard import RAW_TYPE, media_type_of
 from loraplex.server.context import ServerContext
 from loraplex.server.openapi import OF_ADAPTERS, Schema, operation
 from loraplex.server.responses import encode

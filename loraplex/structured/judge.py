@@ -19,7 +19,6 @@ from typing import Any
 
 from loraplex.errors import EngineOverloadedError, EngineTimeoutError, InvalidRequestError, LoraplexError
 from loraplex.processes.bounded import BoundedProcesses, BoundedWork, answer_questions
-from loraplex.structured.grammars import compile_grammar, tokens_of
 from loraplex.structured.params import StructuredOutputsParams
 
 MAX_VERDICTS = 128
@@ -118,6 +117,8 @@ def main() -> None:
 
 def judge(said: Mapping[str, Any]) -> str:
     """An empty text for `StructuredOutputsParams.said` that can be compiled. Raises InvalidRequestError for others."""
+    from loraplex.structured.grammars import compile_grammar  # numpy and llguidance, in this process alone
+
     tokens, before = _tokens(), _resident_bytes()
     matcher = compile_grammar(StructuredOutputsParams(**said), tokens)
     grown = _resident_bytes() - before
@@ -132,6 +133,8 @@ def judge(said: Mapping[str, Any]) -> str:
 
 @cache
 def _tokens() -> Any:
+    from loraplex.structured.grammars import tokens_of
+
     return tokens_of(ByteTokens(), ByteTokens.vocab_size)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from loraplex.core import TokenOutput
+from loraplex.engine import build as engine_build
 from loraplex.engine.build import build_engine
 from loraplex.engine.engine import EngineCore
 from loraplex.engine.schedule_plan import RequestState
@@ -54,7 +55,7 @@ def build(*arguments: Any, **options: Any) -> EngineCore:
 
 
 def main(address: str) -> int:
-    with mock.patch.object(process, "build_engine", build):
+    with mock.patch.object(engine_build, "build_engine", build):
         return process.main(address)
 
 

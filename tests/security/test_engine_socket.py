@@ -21,7 +21,7 @@ from loraplex.demo.tasks import adapter_path
 from loraplex.errors import AdapterFaultError, AdapterValidationError, LoraplexError, error_from_payload
 from loraplex.frontend import messages as msg
 from loraplex.frontend.client import EngineClient
-from loraplex.frontend.process import MAX_MESSAGES_A_STEP, NUM_LOAD_THREADS, EngineProcess
+from loraplex.frontend.engine_loop import MAX_MESSAGES_A_STEP, NUM_LOAD_THREADS, EngineProcess
 from tests.engine.driver import Driver
 from tests.frontend.processes import demo_config, within
 

@@ -23,7 +23,7 @@ from loraplex.config import EngineConfig
 from loraplex.errors import AdapterPathNotFoundError
 from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import NUM_VERB_THREADS, AsyncEngine
-from loraplex.frontend.process import EngineProcess
+from loraplex.frontend.engine_loop import EngineProcess
 from loraplex.frontend.store import STORE_METHODS
 from loraplex.memory.weights.loader_threads import LoaderThreads, ReadSlots
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from loraplex.engine import build as engine_build
 from loraplex.engine.build import build_engine
 from loraplex.engine.engine import EngineCore
 from loraplex.frontend import process
@@ -86,7 +87,7 @@ def main(address: str) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with (
         held_sources.heeding(held_sources.ENGINE_MARKER),
-        mock.patch.object(process, "build_engine", build),
+        mock.patch.object(engine_build, "build_engine", build),
     ):
         return process.main(address)
 

@@ -20,7 +20,7 @@ from loraplex.adapters.sources.uploads import Upload
 from loraplex.errors import AdapterTooLargeError
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import caller_of, client_of
-from loraplex.server.body import check_encoding
+from loraplex.server.browser_guard import check_encoding
 from loraplex.server.connections import LET_GO
 from loraplex.server.context import ServerContext
 from loraplex.server.model_names import lora_is_off
