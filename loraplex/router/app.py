@@ -127,7 +127,7 @@ def create_router_app(
     keys = Keys(fleet, settings.connect_timeout_s)
     inference = Inference(fleet, metrics, settings, off_loop, keys)
     own = Own(fleet, metrics, keys if settings.guard_metrics else None)
-    lists, verbs = Lists(fleet, off_loop), AdapterVerbs(fleet, keys, settings.max_upload_bytes)
+    lists, verbs = Lists(fleet, keys, off_loop), AdapterVerbs(fleet, keys, settings.max_upload_bytes)
     routes = [
         *(Route(path, inference.generate, methods=["POST"]) for path in INFERENCE_PATHS),
         Route("/v1/models", lists.models, methods=["GET"]),

@@ -32,6 +32,9 @@ MAX_SERVED = 262_144
 MAX_REFUSAL_BYTES = 2**16
 FRESH_S = 60.0
 
+REFUSALS = frozenset({400, 401, 403, 421, 431})
+"""Of the client, whatever it asks for: its key, or its head. Of other answers a key is neither taken nor refused."""
+
 _TENANT_HEADER = TENANT_HEADER.lower().encode()
 
 PATH = b"/v1/models?limit=1"
@@ -73,10 +76,10 @@ class Keys:
             body = await answer.read(MAX_REFUSAL_BYTES)
         except (NotSentError, LostError):
             return None
-        if answer.status == 401:
+        if answer.status in REFUSALS:
             self._taken.pop(tenant, None)
             return response_of(answer.status, answer_headers(answer), body)
-        if answer.status < 500 and answer.status != 429:
+        if answer.status == 200:
             owners = [value.decode("latin-1") for name, value in answer.headers if name == _TENANT_HEADER]
             self._taken.put(tenant, _Taken(now_s, owners[0] if owners else None))
         return None

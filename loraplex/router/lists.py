@@ -21,9 +21,11 @@ from loraplex.errors import LoraplexError
 from loraplex.router.connection import UNREADABLE, Headers
 from loraplex.router.exchange import REPLICAS_HEADER, answer_headers, response_of, sent_headers, target_of
 from loraplex.router.fleet import Fleet
+from loraplex.router.keys import Keys
+from loraplex.router.needs import tenant_of
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import address_of
+from loraplex.server.auth import address_of, credential_of
 from loraplex.server.body import SHORT_BODY_BYTES
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.streaming import until_disconnect
@@ -70,8 +72,9 @@ class _Query:
 class Lists:
     """The client's own key asks the replicas. One that cannot be reached is left out; the others are in a header."""
 
-    def __init__(self, fleet: Fleet, off_loop: OffLoop) -> None:
+    def __init__(self, fleet: Fleet, keys: Keys, off_loop: OffLoop) -> None:
         self._fleet = fleet
+        self._keys = keys
         self._off_loop = off_loop
         self._turns = VerbTurns("lists", MAX_LISTS, MAX_LISTS_OF_A_CLIENT)
 
@@ -85,7 +88,10 @@ class Lists:
         return await until_disconnect(request, self._in_turn(request, "name"))
 
     async def _in_turn(self, request: Request, field: str) -> Response:
-        async with self._turns.of(address_of(request)):
+        """Of clients with a key: a client without one takes no place that they need."""
+        if (refusal := await self._keys.refusal(request)) is not None:
+            return refusal
+        async with self._turns.of(tenant_of(credential_of(request.headers)) or address_of(request)):
             return await self._union(request, field)
 
     async def _union(self, request: Request, field: str) -> Response:

@@ -1,7 +1,9 @@
 """Makes a replica what `Names.to_do` says, with the router's own key: one name at a time, in turns with clients' verbs.
 
-What the replica refuses is said in the log once and given up: its files are not there, or are no adapter any more. What
-does not come about for another reason is tried again. Meanwhile the requests for those adapters go to other replicas.
+What the replica refuses is said in the log once and given up: its files are not there, are no adapter any more, or have
+another content than the other replicas loaded. (The router's key is an operator's: a tenant may have put a link to
+another one's adapter there.) What does not come about for another reason is tried again. Meanwhile the requests for
+those adapters go to other replicas.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import logging
 
 import msgspec
 
-from loraplex.router.connection import UNREADABLE
 from loraplex.router.exchange import Outcome, path_of, send, typed
 from loraplex.router.names import Card
 from loraplex.router.replica import Replica
@@ -22,10 +23,6 @@ _log = logging.getLogger("loraplex.router")
 RETRY_S = 5.0
 PASSING = frozenset({0, 408, 425, 429})
 """Of refusals; and those of 500 and more."""
-
-
-class _Loaded(msgspec.Struct):
-    digest: str = ""
 
 
 async def restore(replica: Replica) -> None:
@@ -48,9 +45,6 @@ async def _is_done(replica: Replica, name: str, card: Card | None) -> bool:
     outcome = await _make(replica, name, card)
     if outcome.is_done or (card is None and outcome.status == 404):
         replica.names.change(name, card)
-        if card is not None and card.alias_of is None and _digest_of(outcome) not in ("", card.digest):
-            text = "adapter %r was loaded again at replica %s, where %s has other content now: load it at all replicas"
-            _log.warning(text, clipped(name), replica.name, clipped(card.path))
         return True
     if outcome.status in PASSING or outcome.status >= 500:
         return False
@@ -65,7 +59,9 @@ async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
     headers = replica.own_headers
     if card is None:
         return await send("DELETE", path_of(name), headers, b"", replica)
-    fields = {"path": card.path, "is_pinned": card.is_pinned}
+    fields: dict[str, object] = {"path": card.path, "is_pinned": card.is_pinned}
+    if card.digest:
+        fields["digest"] = card.digest
     if card.lora_int_id is not None:
         fields["lora_int_id"] = card.lora_int_id
     loaded = await send("PUT", path_of(name), typed(headers), msgspec.json.encode(fields), replica)
@@ -73,10 +69,3 @@ async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
         return loaded
     body = msgspec.json.encode({"old": name, "new": card.alias_of})
     return await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
-
-
-def _digest_of(outcome: Outcome) -> str:
-    try:
-        return msgspec.json.decode(outcome.body, type=_Loaded).digest
-    except UNREADABLE:
-        return ""

@@ -70,10 +70,12 @@ class LoadAdapterRequest(RequestModel):
 class PutAdapterRequest(RequestModel):
     """`PUT /v1/adapters/{name}`: what the adapter is to be. Fields that are not sent stay as they are.
 
-    path: load from there, unless path and content are what answers already; version: let that kept version answer.
+    path: load from there, unless path and content are what answers already; digest: which content has to be there;
+    version: let that kept version answer.
     """
 
     path: Path | None = None
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     version: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     is_pinned: bool | None = None
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
@@ -81,6 +83,7 @@ class PutAdapterRequest(RequestModel):
     aliases: ClassVar[Mapping[str, str]] = {"lora_path": "path"}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         any_of(lacks("path"), lacks("version")),
+        any_of(lacks("digest"), has(path=TEXT)),
         any_of(has(path=TEXT), has(version=NUMBER), has(is_pinned={"type": "boolean"}), has(lora_int_id=NUMBER)),
     )
 
@@ -88,6 +91,8 @@ class PutAdapterRequest(RequestModel):
     def _says_one_thing(self) -> Self:
         if self.path is not None and self.version is not None:
             raise ApiError("path and version exclude each other: send one of them", param="version")
+        if self.digest is not None and self.path is None:
+            raise ApiError("digest is of the content of a path: send path too", param="digest")
         if not self.model_fields_set:
             raise ApiError("nothing is to be changed: send path, version, is_pinned or lora_int_id", param="path")
         return self

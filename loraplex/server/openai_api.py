@@ -27,7 +27,7 @@ from loraplex.server.generation import CHARS_A_TOKEN, Deadline, Generation, Gene
 from loraplex.server.listing import PageQuery, encode_list
 from loraplex.server.model_names import Target
 from loraplex.server.openapi import OF_GENERATION, operation
-from loraplex.server.request_id import new_request_id
+from loraplex.server.request_id import checked_id, new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import EVENT_STREAM, PIECE_BYTES, EventStream, until_disconnect
@@ -265,7 +265,8 @@ class OpenAIRoutes:
         wanted: Sequence[tuple[Prompt, Target, SamplingParams]],
         arrived_s: float,
     ) -> Generation:
-        response_id = f"{prefix}{body.request_id or request.state.request_id}"
+        own_id = body.request_id and checked_id(body.request_id, "request_id")
+        response_id = f"{prefix}{own_id or request.state.request_id}"
         unique = new_request_id()[:16]
         caller = caller_of(request)
         limits = limits_of(caller)

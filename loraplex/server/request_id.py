@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from loraplex.errors import LoraplexError, without_keys
 from loraplex.logs import RequestContext, request_context
-from loraplex.server.api_error import error_reply, error_response, status_of
+from loraplex.server.api_error import ApiError, error_reply, error_response, status_of
 from loraplex.server.browser_guard import BROWSER_HEADERS
 
 HEADER = "X-Request-Id"
@@ -32,6 +32,13 @@ def new_request_id() -> str:
 def request_id_of(given: str) -> str:
     """What a client sent, if it is usable: it stands in logs, so a key is not."""
     return given if USABLE.fullmatch(given) and without_keys(given) == given else new_request_id()
+
+
+def checked_id(given: str, param: str) -> str:
+    """An id in a body. Raises ApiError for one with a key in it."""
+    if without_keys(given) == given:
+        return given
+    raise ApiError(f"{param} has the form of a key, and ids stand in logs: send another one", param=param)
 
 
 class RequestIdMiddleware:

@@ -40,6 +40,15 @@ class Listing:
         writer.write(head + self.body)
 
 
+async def test_lists_of_clients_without_a_key_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 connections from 100 addresses had all places, and lists of clients with a key waited."""
+    monkeypatch.setattr(lists, "_ask", lambda *values: pytest.fail("a replica was asked for a list"))
+    async with replicas(1, api_keys=("k" * 32,)) as (a,), router([a.name]) as front:
+        for path in ("/v1/models", "/v1/adapters"):
+            answer = await front.client.get(path)
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+
 async def test_few_lists_are_made_at_a_time_and_those_of_clients_that_have_gone_end() -> None:
     """600 of them took every descriptor, and went on when their clients had gone."""
     listing = Listing()

@@ -4,6 +4,7 @@ stays, and what differs is said."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,33 @@ async def test_what_cannot_be_loaded_again_is_said_and_given_up(caplog: pytest.L
         assert (await front.client.delete("/v1/adapters/sql")).status_code == 200, "where it is"
         assert "sql" not in await cards(b)
         await until_health(front, differing=0)
+
+
+async def test_what_has_other_content_now_is_not_loaded_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The router's key is an operator's: a tenant that put a link to another one's adapter there was given its
+    weights."""
+    caplog.set_level("INFO", "loraplex.router")
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await a.kill()
+        await front.until(lambda: front.fleet.num_open == 1)
+        a.start_empty = _with_other_content(a)  # type: ignore[method-assign]
+        await a.start_empty()
+        await until_health(front, available=2, restoring=0, differing=2)
+        assert not await cards(a)
+        assert "'/adapters/sql' has another content" in caplog.text
+        for _ in range(3):
+            assert (await front.client.post("/v1/completions", json=completion())).status_code == 200
+        assert len(b.engine.requests) == 3
+
+
+def _with_other_content(replica: FakeReplica) -> Any:
+    async def started() -> None:
+        engine = type(replica.engine)()
+        opened = engine._open_source("/adapters/other")
+        replica.engine = type(engine)(open_adapter=lambda path: replace(opened, path=path))
+        await replica.start()
+
+    return started
 
 
 def _with_error(replica: FakeReplica, start: Any) -> Any:

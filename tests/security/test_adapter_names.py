@@ -95,10 +95,14 @@ def test_what_cannot_be_a_name(name: str) -> None:
 
 def test_a_tenants_key_is_no_name_and_in_no_message() -> None:
     key = new_secret()
-    for name in (key, f"of-{key}"):
+    for name in (key, f"of-{key}", f"x{key}", f"{key}-", f"_{key}z"):
         with pytest.raises(InvalidRequestError, match="the form of a key") as caught:
             check_adapter_name(name, ())
         assert not any(key[start : start + 6] in caught.value.message for start in range(3, 40))
+
+
+def test_a_long_name_that_begins_as_a_key_does_is_one() -> None:
+    check_adapter_name("help-desk-summaries-of-customers-in-germany-2026-11-28", ())
 
 
 @pytest.mark.parametrize("name", [*GOOD, "/srv/adapters/sql", "org/name"])

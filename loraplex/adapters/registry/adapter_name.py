@@ -23,6 +23,7 @@ _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\u
 """Printable to Python, and drawn as nothing: fillers, variation selectors, the blank of Braille."""
 
 _KEY_ALONE = re.compile(rf"(?<!\w){KEY.pattern}(?![\w-])", re.ASCII)
+_KEY_WITHIN = re.compile(rf"(?=({KEY.pattern}))", re.ASCII)
 
 _ADDRESS = re.compile(r"(.+)@([0-9]{1,18})", re.DOTALL | re.ASCII)
 
@@ -81,7 +82,7 @@ def _why_unusable(name: str) -> str | None:
         return "has control or invisible characters, or a space at an end; remove them"
     if not unicodedata.is_normalized("NFKC", name):
         return f"is another name than it looks: write {shown(unicodedata.normalize('NFKC', name))} (its NFKC form)"
-    if _KEY_ALONE.search(name):
+    if _KEY_ALONE.search(name) or any(map(_is_drawn, _KEY_WITHIN.findall(name))):
         return "has the form of a key, and names stand in logs; choose another name"
     parts = name.removeprefix("/").split("/")
     if not {"", ".", ".."}.isdisjoint(parts):
@@ -89,6 +90,11 @@ def _why_unusable(name: str) -> str | None:
     if any(unicodedata.category(part[0]).startswith("M") for part in parts):
         return "begins with a combining mark, which is drawn on what stands before it; choose another name"
     return None
+
+
+def _is_drawn(text: str) -> bool:
+    """Whether it has letters of both cases and digits, as a key: a long name that begins with `help-` has not."""
+    return any(map(str.isupper, text)) and any(map(str.isdigit, text)) and any(map(str.islower, text[3:]))
 
 
 def check_clients_name(adapter_name: str, known_names: Iterable[str], *, param: str = "name") -> None:

@@ -227,6 +227,7 @@ class LoRARegistry:
         check_size: Callable[[int], None] | None = None,
         check_answer: CheckAnswer = any_answer,
         open_adapter: Callable[[], OpenedAdapter] | None = None,
+        digest: str | None = None,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
@@ -235,13 +236,14 @@ class LoRARegistry:
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
         version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
         bytes of a new version before anything is changed; what it raises refuses the load. check_answer: of what would
-        be pinned. open_adapter: opens `path` in its own way.
+        be pinned. open_adapter: opens `path` in its own way. digest: of the content that is meant; what has another
+        one is not loaded.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
         wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn)
-        wish = replace(wish, check_size=check_size, open_adapter=open_adapter, check_answer=check_answer)
+        wish = replace(wish, check_size=check_size, open_adapter=open_adapter, check_answer=check_answer, digest=digest)
         return self._pinned(wish, self._found_as_wished(wish) or self._loader.load(wish))
 
     def _pinned(self, wish: LoadWish, result: LoadResult) -> LoadResult:

@@ -68,7 +68,8 @@ class LoadWish:
     content: what is there is known, and is not opened: a clone. received: opens it instead of the path, of which it is
     no file. check_size: is told the bytes of the files before anything is changed, and raises where they are too many.
     open_adapter: opens the path, instead of what opens others, for a request, which then loads the weights.
-    check_answer: is told the adapter that answers for the name, before that is pinned.
+    check_answer: is told the adapter that answers for the name, before that is pinned. digest: that the content has to
+    have, if not None.
     """
 
     name: str
@@ -84,6 +85,7 @@ class LoadWish:
     check_size: Callable[[int], None] | None = None
     open_adapter: Callable[[], OpenedAdapter] | None = None
     check_answer: CheckAnswer = any_answer
+    digest: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -103,8 +105,8 @@ class Verb:
         return mine is not None and _kind(mine) == _kind(wish)
 
 
-def _kind(wish: LoadWish) -> tuple[str, bool, bool, OpenedAdapter | None, bool]:
-    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content, wish.check_size is None
+def _kind(wish: LoadWish) -> tuple[object, ...]:
+    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content, wish.check_size is None, wish.digest
 
 
 class LoadStatus(enum.StrEnum):

@@ -15,6 +15,7 @@ from loraplex.server.api_error import error_reply
 from loraplex.server.engine_surface import TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Generation
 from loraplex.server.logprobs import LOWEST_LOGPROB
+from loraplex.server.request_id import checked_id
 from loraplex.server.responses import AnswerRoom, encode, written, written_text
 from loraplex.server.streaming import DONE, in_pieces, sse
 from loraplex.server.wires.sglang_fields import SGLangGenerateRequest
@@ -93,7 +94,7 @@ class SGLangWish:
             logprob_start_len=body.logprob_start_len,
             has_texts=body.return_text_in_logprobs,
             has_prompt_ids=body.return_prompt_token_ids,
-            rids=tuple(filter(None, body.rid)) if isinstance(body.rid, list) else (),
+            rids=tuple(checked_id(rid, "rid") for rid in body.rid if rid) if isinstance(body.rid, list) else (),
         )
 
 

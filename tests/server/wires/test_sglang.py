@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from loraplex.server import ServerConfig, create_app, responses
 from loraplex.server.wires import sglang
 from loraplex.server.wires.sglang import MAX_TIMES_AGAIN
 from loraplex.server.wires.sglang_fields import MAX_EBNF_LINES, SGLangGenerateRequest, SGLangSampling
+from loraplex.tenants.records import new_secret
 from loraplex.testing import FakeAsyncEngine, FakeModelInfo, FakeTokenizer
 from tests.server.conftest import client_of
 from tests.server.sse import events
@@ -128,6 +130,24 @@ async def test_log_probabilities_of_a_stream_have_an_eighth_of_the_room(monkeypa
     assert "log probabilities of this answer take more than 600 bytes" in answer.text
     assert "take more than" not in fits.text
     assert "log probabilities of this answer take more than 4800 bytes" in many.text
+
+
+async def test_a_tenants_key_is_no_id(client: httpx.AsyncClient) -> None:
+    """It came back in the answer and went to the collector of spans, in the clear."""
+    key = new_secret()
+    calls = [
+        client.post(URL, json={"text": "hi", "rid": key}),
+        client.post(URL, json={"text": ["hi", "ho"], "rid": ["a", key]}),
+        client.post("/v1/completions", json={"model": "base", "prompt": "hi", "request_id": f"a-{key}"}),
+        client.post(
+            "/v1/chat/completions",
+            json={"model": "base", "messages": [{"role": "user", "content": "hi"}], "request_id": key},
+        ),
+    ]
+    for answer in await asyncio.gather(*calls):
+        assert answer.status_code == 400
+        assert "has the form of a key" in answer.text
+        assert key not in answer.text
 
 
 async def test_ids_of_a_batch(client: httpx.AsyncClient) -> None:
