@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,8 +27,11 @@ from loraplex.errors import (
     AdapterTruncatedError,
     AdapterValidationError,
     error_from_payload,
+    shown,
 )
 from loraplex.processes.fair_turns import working_for
+
+_log = logging.getLogger(__name__)
 
 REFUSED_S, MAX_REFUSED = 30.0, 256
 """How long files that were refused are not read again unless they change, and of how many adapters that is known."""
@@ -78,17 +82,26 @@ def content_of(model: LoRAModel) -> AdapterContent:
 
 
 def read_spec(spec: AdapterSpec, source: AdapterSource, reader: CheckedReader) -> LoRAModel:
-    """The weights of a registered version, read from its local directory."""
-    return read_adapter(spec.path, spec.adapter_name, source, reader).clone(spec.adapter_id)
+    """The weights of a registered version, read from its local directory. What its content is refused with says that it
+    has changed: it was good, and may be a link to another tenant's files by now, which no message shows."""
+    try:
+        return read_adapter(spec.path, spec.adapter_name, source, reader).clone(spec.adapter_id)
+    except _OF_CONTENT as error:
+        if isinstance(error, AdapterTooLargeError):
+            raise  # a budget is another one now
+        _log.warning("adapter %s cannot be read again: %s", shown(spec.adapter_name), error)
+        raise _changed(spec) from error
 
 
 def check_content(spec: AdapterSpec, digest: str) -> None:
     """Raise AdapterContentChangedError for another content than the one that was registered."""
     if digest != spec.adapter_digest:
-        raise AdapterContentChangedError(
-            f"adapter {spec.adapter_name!r}: the content of its source has changed since it was loaded "
-            f"(digest {digest[:12]}, was {spec.adapter_digest[:12]}); reload it"
-        )
+        raise _changed(spec)
+
+
+def _changed(spec: AdapterSpec) -> AdapterContentChangedError:
+    text = f"the content of its source has changed since it was loaded (digest {spec.adapter_digest[:12]}); reload it"
+    return AdapterContentChangedError(f"adapter {spec.adapter_name!r}: {text}")
 
 
 class OpenedModels:

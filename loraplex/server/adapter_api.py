@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
@@ -16,7 +15,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, Draining, LoadResult, LoadStatus, LoRARegistry, SwitchResult
-from loraplex.adapters.source import narrowed_to
 from loraplex.errors import LoraplexError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS
 from loraplex.server.access import Access, StrictRoute, requires
@@ -43,7 +41,6 @@ from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of, client_of
 from loraplex.server.browser_guard import JSON_TYPE, media_type_of
-from loraplex.server.config import local_roots
 from loraplex.server.context import ServerContext
 from loraplex.server.listing import MAX_SOURCE_PAGE, AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
@@ -54,7 +51,7 @@ from loraplex.server.sources.receiver import UploadReceiver
 from loraplex.server.sources.resolver import MAX_LOADS as MAX_LOADS_BY_NEED
 from loraplex.server.sources.upload_route import FORM_TYPE, UploadRoute
 from loraplex.server.streaming import until_disconnect
-from loraplex.server.tenants.callers_names import CallersNames, check_number, roots_of
+from loraplex.server.tenants.callers_names import CallersNames, check_number, in_roots, roots_of
 from loraplex.server.tensors_api import TensorRoute, TensorsQuery
 from loraplex.server.verb_turns import DrainWaits, VerbTurns
 from loraplex.server.wires.sglang_loading import SGLangLoading
@@ -379,7 +376,7 @@ class AdapterRoutes:
                     await self._check_path(request, body.new_path, "new_path")
                 async with self._quota.changing(request, new, is_load=body.new_path is not None) as check_size:
                     verb = partial(LoRARegistry.begin_switch, check_size=check_size)
-                    with self._in_roots(request):
+                    with in_roots(request):
                         return await self._engine.on_registry(
                             verb, old, new, body.new_path, body.deadline_s, body.force
                         )
@@ -500,14 +497,9 @@ class AdapterRoutes:
     async def _load(self, request: Request, name: str, path: str, **wishes: Any) -> LoadResult:
         is_pinned = wishes.get("is_pinned", False)
         async with self._quota.changing(request, name, is_load=True, is_pin=is_pinned) as check_size:
-            with self._in_roots(request):
+            with in_roots(request):
                 wishes |= {"check_size": check_size, "check_answer": self._names.answer_check(request, name)}
                 return await self._engine.on_registry(LoRARegistry.load, name, path, **wishes)
-
-    def _in_roots(self, request: Request) -> AbstractContextManager[None]:
-        """Around what fetches and opens: `_check_path` was before it waited for its turn."""
-        is_tenants = caller_of(request).scope.tenant is not None
-        return narrowed_to(local_roots(roots_of(request)) if is_tenants else None)
 
     async def _check_path(self, request: Request, path: str, field: str = "path") -> None:
         """In threads of its own: to resolve a link may hang, too."""

@@ -25,7 +25,7 @@ from loraplex.server.context import ServerContext
 from loraplex.server.openapi import OF_ADAPTERS, Schema, operation
 from loraplex.server.responses import encode
 from loraplex.server.sources.receiver import UploadReceiver
-from loraplex.server.tenants.callers_names import CallersNames
+from loraplex.server.tenants.callers_names import CallersNames, in_roots
 from loraplex.server.verb_turns import VerbTurns
 
 _SHA256 = "^[0-9a-fA-F]{64}$"
@@ -49,6 +49,7 @@ class TensorRoute:
         self._engine = context.engine
         self._quota = context.quota
         self._names = names
+        self._sources = context.sources
         self._loads = loads
         self._receiver = receiver
 
@@ -77,10 +78,16 @@ class TensorRoute:
                 self._quota.changing(request, name, is_load=True) as check_size,
             ):
                 wish = UpdateWish(sha256, check_loaded, check_size)
-                result = await self._engine.on_registry(updates.update, name, upload, wish)
+                with in_roots(request, *self._own_places(request)):  # for the configuration of the version before
+                    result = await self._engine.on_registry(updates.update, name, upload, wish)
         status = 201 if result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION) else 200
         reply = LoadReply.of(result, caller_of(request).scope)
         return Response(encode(reply), status, {"ETag": f'"{reply.digest}"'}, "application/json")
+
+    def _own_places(self, request: Request) -> list[str]:
+        """Directories of sources that are the tenant's alone."""
+        tenant = caller_of(request).scope.tenant or ""
+        return [each.place for each in self._sources.of(tenant) if each.tenant and each.is_directory]
 
 
 def _sha256_of(request: Request, query: TensorsQuery) -> str | None:

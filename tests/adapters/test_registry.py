@@ -854,6 +854,16 @@ def test_a_clone_of_what_is_there_already_says_so_or_is_refused(bench: Bench) ->
     assert set(bench.registry.names()) == {"sql", "chat", "copy"}
 
 
+def test_a_clone_says_nothing_of_where_its_original_is(bench: Bench) -> None:
+    """A tenant may clone what came from an operator's source, and none of its answers names the place."""
+    bench.sources.digests = {"/place/of/the/operator/sql": "same", "/own/copy": "same"}
+    bench.registry.load("sql", "/place/of/the/operator/sql")
+    bench.registry.load("copy", "/own/copy")
+    with pytest.raises(AdapterConflictError) as caught:
+        bench.registry.clone("sql", "copy")
+    assert "operator" not in caught.value.message
+
+
 def test_a_clone_that_the_store_refuses_leaves_no_name(bench: Bench) -> None:
     bench.registry.load("sql", "/sql")
     bench.store.faults.errors["add"] = AdapterUnavailableError("gone")

@@ -70,6 +70,17 @@ def test_what_was_opened_is_not_read_again(directory: Path, reader: SourceReader
         reader.read(spec)
 
 
+def test_what_cannot_be_read_again_says_nothing_of_what_is_there(directory: Path, reader: SourceReader) -> None:
+    """A link to another tenant's files: the fields of their configuration, and their digest, stood in the error."""
+    spec = spec_of(directory, reader)
+    reader._opened.take(spec.path, spec.adapter_digest)
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "secret_field": "hunter2"}')
+    with pytest.raises(AdapterContentChangedError, match="has changed since it was loaded") as caught:
+        reader.read(spec)
+    assert "secret" not in caught.value.message
+    assert "hunter2" not in caught.value.message
+
+
 def test_another_content_is_not_given_for_the_one_that_was_opened(directory: Path, reader: SourceReader) -> None:
     spec = spec_of(directory, reader)
     with pytest.raises(AdapterContentChangedError):

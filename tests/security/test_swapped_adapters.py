@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save
 from safetensors.torch import load_file
 
 from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
@@ -37,6 +39,7 @@ from loraplex.errors import (
     AdapterUnavailableError,
     AdapterValidationError,
 )
+from loraplex.testing.fake_engine import FakeReceivedOpener
 from tests.frontend.processes import Client, demo_config, within
 from tests.security.demo_reader import demo_opener, demo_reader
 from tests.security.tenancy import tenancy
@@ -174,6 +177,44 @@ def test_a_tenants_directory_that_has_become_a_link_is_not_fetched(adapter: Path
     with narrowed_to((adapter.parent,)), pytest.raises(AdapterPathForbiddenError):
         opener_of(root).open(str(adapter))
     opener_of(root).open(str(adapter))  # the operator may
+
+
+def test_a_configuration_that_is_read_again_is_no_tenants_other(adapter: Path) -> None:
+    """PUT of tensors takes that of the version before: a link gave any JSON file below the server's roots."""
+    root = adapter.parents[1]
+    others = Path(shutil.copytree(adapter, root / "of-another-user" / "a"))
+    spec = AdapterSpec(7, "acme/a", 1, "", str(adapter), 0, 8)
+    opener = opener_of(root)
+    with narrowed_to((adapter.parent,)):
+        assert opener.config_of(spec) == (others / CONFIG).read_bytes()
+        swap(adapter / CONFIG, others / CONFIG)
+        with pytest.raises(AdapterPathForbiddenError):
+            opener.config_of(spec)
+
+
+async def test_tensors_of_a_tenant_are_taken_within_its_roots(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And within the directories of its own sources."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(FakeReceivedOpener, "config_of", lambda opener, spec: repr(inside.get()).encode())
+    inside, found = source._narrower, set[str]()
+    made = tmp_path / "state"
+    made.mkdir()
+    with tenancy(made, {"acme/sql": "/srv/acme/sql"}, adapter_sources=(f"acme/own={adapter.parent}",)) as server:
+        open_received = FakeReceivedOpener.open_received
+
+        def noting(opener: FakeReceivedOpener, directory: str, *rest: Any) -> OpenedAdapter:
+            found.add(Path(directory, CONFIG).read_text())
+            return open_received(opener, directory, *rest)
+
+        monkeypatch.setattr(FakeReceivedOpener, "open_received", noting)
+        async with client_of(server.app) as client:
+            body = save({"lora_A": np.ones(4, np.float32)})
+            headers = server.headers("acme")
+            answer = await client.put("/v1/adapters/sql/tensors", content=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+    assert found == {repr((Path("/srv/acme"), adapter.parent))}
 
 
 async def test_a_load_by_need_reads_nothing_of_another_source(adapter: Path, swapper: Swapper, tmp_path: Path) -> None:
@@ -377,7 +418,7 @@ def test_files_whose_time_was_set_back_are_read_again(adapter: Path) -> None:
     spec = AdapterSpec(1, "sql", 1, model.adapter_digest, str(adapter), 1, 8)
     config, status = (adapter / CONFIG).read_text(), (adapter / CONFIG).stat()
     (adapter / CONFIG).write_text(config.replace('"r": ', '"s": '))
-    with pytest.raises(AdapterValidationError):
+    with pytest.raises(AdapterContentChangedError):
         reader.read(spec)
     (adapter / CONFIG).write_text(config)
     os.utime(adapter / CONFIG, ns=(status.st_atime_ns, status.st_mtime_ns))

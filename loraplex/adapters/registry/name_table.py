@@ -233,11 +233,12 @@ class NameTable:
         if version is None or wish.load_inplace:
             return None
         if version.ref.lora_path != wish.path:
-            raise AdapterConflictError(
-                f"adapter {wish.name!r} is loaded from another source than {shown(wish.path)}; "
-                "unload it first, or set load_inplace to replace it",
-                param="path",
-            )
+            given = (
+                shown(wish.path) if wish.content is None else "what was to be cloned"
+            )  # whose path is not its client's
+            text = f"adapter {wish.name!r} is loaded from another source than {given}"
+            text += "; unload it first, or set load_inplace to replace it"
+            raise AdapterConflictError(text, param="path")
         answering = self.answering(wish.name)
         self._adopt(version, wish.lora_int_id)
         return answering

@@ -7,14 +7,17 @@ use but not change is 403, and everything else is as if it did not exist.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from fastapi import Request
 
 from loraplex.adapters.registry import CheckAnswer, check_clients_name
 from loraplex.adapters.registry.adapter_name import check_adapter_name
+from loraplex.adapters.source import narrowed_to
 from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.errors import AdapterNotFoundError, InvalidRequestError, TenantForbiddenError, shown
 from loraplex.server.auth import caller_of
+from loraplex.server.config import local_roots
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.model_names import ModelNames
 
@@ -105,6 +108,12 @@ def check_number(request: Request, lora_int_id: int | None) -> None:
     """Raises InvalidRequestError for a number of a tenant: one that is taken would tell of another's adapter."""
     if lora_int_id is not None and caller_of(request).scope.tenant is not None:
         raise InvalidRequestError("numbers are the operator's: leave lora_int_id out", param="lora_int_id")
+
+
+def in_roots(request: Request, *places: str) -> AbstractContextManager[None]:
+    """Around what fetches and opens: a tenant's lies in its roots, or these places, when it is opened, too."""
+    is_tenants = caller_of(request).scope.tenant is not None
+    return narrowed_to(local_roots((*roots_of(request), *places)) if is_tenants else None)
 
 
 def roots_of(request: Request) -> tuple[str, ...]:
