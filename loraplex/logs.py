@@ -81,7 +81,8 @@ class LineFormatter(logging.Formatter):
         request_id = _fields_of(record).get("request_id", "")
         of_request = f" [{request_id}]" if request_id else ""
         head = f"{_time_of(record)} {record.levelname} {_name_of(record)}: {_message_of(record)}{of_request}"
-        lines = [] if not record.exc_info else without_keys(self.formatException(record.exc_info)).split("\n")
+        trace = _traceback_of(self, record)
+        lines = trace.split("\n") if trace else []
         return "\n".join([head, *(f"    {escaped(line)}" for line in lines)])
 
 
@@ -100,8 +101,8 @@ class JsonFormatter(logging.Formatter):
         if (access := _access_of(record)) is not None:
             names = ("client", "method", "path", "status")
             fields |= dict(zip(names, (*access[:3], access[4]), strict=True))
-        if record.exc_info:
-            fields["exception"] = without_keys(self.formatException(record.exc_info))[-MAX_TRACEBACK_CHARS:]
+        if trace := _traceback_of(self, record):
+            fields["exception"] = trace
         return json.dumps(fields)
 
 
@@ -290,6 +291,11 @@ def _message_of(record: logging.LogRecord) -> str:
     text = '{} "{} {} HTTP/{}" {}'.format(*access) if access is not None else without_keys(record.getMessage())
     text = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
     return escaped(text)
+
+
+def _traceback_of(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """The end of it; "" where there is none."""
+    return without_keys(formatter.formatException(record.exc_info))[-MAX_TRACEBACK_CHARS:] if record.exc_info else ""
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, str]:

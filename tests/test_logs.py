@@ -108,6 +108,19 @@ def test_the_lines_of_a_traceback_are_indented(capsys: Capture) -> None:
     assert "\x1b" not in "".join(rest)
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_end_of_a_long_traceback_is_kept(capsys: Capture, form: str) -> None:
+    """A message of many megabytes in an error was written in full where lines are text."""
+    logs.configure("info", form)
+    try:
+        raise ValueError("x" * 4 * logs.MAX_TRACEBACK_CHARS + "the end")
+    except ValueError:
+        logging.getLogger("loraplex.server").exception("it failed")
+    text = capsys.readouterr().err
+    assert "the end" in text
+    assert len(text) < logs.MAX_TRACEBACK_CHARS + 500
+
+
 @pytest.mark.parametrize(
     ("hostile", "shown"),
     [
