@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -193,6 +193,12 @@ class SamplingParams:
         """The parameters of the index-th of `n` completions: a seed of its own, and the first scores the prompt."""
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
         return self._with(n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        """These parameters, and the same collections. Raises InvalidRequestError where `min_tokens` is more."""
+        if self.min_tokens > max_tokens:
+            return replace(self, max_tokens=max_tokens)  # which refuses it
+        return self._with(max_tokens=max_tokens)
 
     def with_collections_of(self, other: SamplingParams) -> SamplingParams:
         """These parameters with `stop`, `logit_bias` and all else that may be long of the others: one object each."""

@@ -191,6 +191,20 @@ async def test_a_default_of_a_model_is_made_smaller(server: Tenancy, url: str, b
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
+async def test_parameters_of_many_prompts_are_checked_once(server: Tenancy) -> None:
+    """A thousand prompts with many biases were made to fit one by one, and held the loop for 300 ms."""
+    server.engine.texts["acme/sql"] = FakeText(FakeTokenizer(), defaults={"max_tokens": 2048}, digest="d" * 64)
+    limit(server, max_context=100)
+    body = {"model": "sql", "prompt": ["x" * (1 + number) for number in range(20)], "logit_bias": {"7": 1}}
+    async with client_as(server, "acme") as client:
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        sent = server.engine.requests
+        assert [each.params.max_tokens for each in sent] == [100 - len(each.prompt_token_ids) for each in sent]
+        assert len({id(each.params.logit_bias) for each in sent}) == 1
+        refused = await client.post("/v1/completions", json={**body, "min_tokens": 90})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+
+
 async def test_adapters_and_pins(server: Tenancy) -> None:
     """acme has two adapters."""
     limit(server, adapters=3, pins=1)

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from loraplex.adapters.registry.adapter_name import split_address
 from loraplex.core import AdapterChoice, AdapterMix, FinishReason, RequestOutput, SamplingParams
@@ -173,7 +173,7 @@ def within_context(params: SamplingParams, num_prompt_tokens: int, limits: Limit
             param="max_tokens",
         )
     left = most - num_prompt_tokens
-    return params if (params.max_tokens or math.inf) <= left else replace(params, max_tokens=left)
+    return params if (params.max_tokens or math.inf) <= left else params.with_max_tokens(left)
 
 
 def billed(choice: AdapterChoice) -> str:
