@@ -24,6 +24,9 @@ T = TypeVar("T")
 LONG_TEXT_CHARS = 8192
 """A longer text is rendered and tokenized in a thread, so that streams of others do not stop meanwhile."""
 
+CHARS_A_PROMPT = 32
+"""What a prompt costs beside its own characters."""
+
 MAX_CHARS_PER_TOKEN = 256
 """More characters than this per token of the model's length cannot fit: refused before the work of tokenizing."""
 
@@ -81,7 +84,7 @@ class PromptEncoder:
                 prompts.append(long)
             else:
                 encode = functools.partial(self._prompts, items, some, add_special_tokens, max_tokens)
-                prompts += await self._run(encode, sum(map(len, items)), request)
+                prompts += await self._run(encode, sum(map(_size, items)), request)
         return prompts
 
     def _prompts(
@@ -214,11 +217,15 @@ def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Prompts in order, of at most PIECE_CHARS characters or ids together; a longer one is alone."""
     begin = size = 0
     for index, item in enumerate(items):
-        if index > begin and size + len(item) > PIECE_CHARS:
+        if index > begin and size + _size(item) > PIECE_CHARS:
             yield items[begin:index]
             begin, size = index, 0
-        size += len(item)
+        size += _size(item)
     yield items[begin:]
+
+
+def _size(prompt: str | Sequence[int]) -> int:
+    return len(prompt) + CHARS_A_PROMPT
 
 
 def _num_chars(message: ChatMessage) -> int:

@@ -178,8 +178,15 @@ async def test_many_prompts_are_work_in_many_turns() -> None:
 
 async def test_few_prompts_are_one_turn_or_none() -> None:
     encoder = Encoder(max_model_len=2**16)
-    assert await encoder.encode(*["ab"] * 1000) == 1000
+    assert await encoder.encode(*["ab"] * 100) == 100
     assert encoder.off_loop.sizes == []
+
+
+async def test_many_tiny_prompts_are_no_work_of_the_event_loop() -> None:
+    """A thousand of eight characters were as short as one text of a page, and took three times as long."""
+    encoder = Encoder(max_model_len=2**16)
+    assert await encoder.encode(*["ab"] * 1000) == 1000
+    assert sum(encoder.off_loop.sizes) > LONG_TEXT_CHARS
 
 
 async def test_one_long_text_is_counted_in_turns() -> None:
