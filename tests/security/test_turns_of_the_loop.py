@@ -24,6 +24,7 @@ from loraplex.core import SamplingParams
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
 from loraplex.server.generation import Deadline, InFlight
+from loraplex.server.model_names import ModelNames
 from loraplex.server.openai_api import SOME_LOGPROBS
 from loraplex.server.pacing import LOOKS_A_TURN, TimeSlices, Turns
 from loraplex.server.schemas import CompletionRequest
@@ -433,6 +434,25 @@ async def test_sampling_parameters_for_many_adapters_are_made_one_a_turn(
     assert reply.status_code == 200, reply.text
     assert turns.happened.total() == (100 if has_own_defaults else 1)
     assert max(turns.happened.values()) == 1
+
+
+async def test_names_of_many_prompts_are_looked_up_some_at_a_time(
+    turns: TurnCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"a{number}" for number in range(5 * openai_api.NAMES_A_TURN)]
+    find = ModelNames.choice_of
+
+    def counted(self: ModelNames, *asked: Any) -> Any:
+        turns.count()
+        return find(self, *asked)
+
+    monkeypatch.setattr(ModelNames, "choice_of", counted)
+    async with client_of(create_app(FakeAsyncEngine({name: f"/{name}" for name in names}), ServerConfig())) as client:
+        body = {"model": "base", "prompt": names, "lora_path": names, "max_tokens": 1}
+        reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert turns.happened.total() == len(names)
+    assert max(turns.happened.values()) == openai_api.NAMES_A_TURN
 
 
 async def test_a_text_that_is_no_longer_kept_is_not_made_in_the_event_loop() -> None:
