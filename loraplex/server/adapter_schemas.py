@@ -28,7 +28,9 @@ MAX_PATH_CHARS = 4096
 TEXT = {"type": "string", "minLength": 1}
 NUMBER = {"type": "integer"}
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""Of an adapter or a tenant. Not every one is looked at again before a database is asked, and PostgreSQL has no NUL."""
+
 Path = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARS)]
 Deadline = Annotated[float, Field(ge=0, le=86400)]
 

@@ -485,6 +485,28 @@ async def test_keys_and_tenants_over_http(server: Tenancy) -> None:
             assert (await client.post("/v1/keys", json=body)).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("method", "url", "body", "param"),
+    [
+        ("POST", "/v1/tenants", {"name": "a\0"}, "name"),
+        ("POST", "/v1/keys", {"tenant": "a\0"}, "tenant"),
+        ("POST", "/v1/keys", {"tenant": "acme", "label": "a\0"}, "label"),
+        ("PUT", "/v1/shares", {"adapter": "a\0"}, "adapter"),
+        ("PUT", "/v1/shares", {"adapter": "public", "tenants": ["acme", "a\0"]}, "tenants"),
+        ("PUT", "/v1/tenants/acme", {"adapter_roots": ["/srv/a\0"]}, "adapter_roots"),
+        ("POST", "/v1/adapters/switch", {"old": "both", "new": "a\0"}, "new"),
+        ("POST", "/v1/adapters/switch", {"old": "both", "new": "a\x1b[2J"}, "new"),
+    ],
+)
+async def test_control_characters_in_a_body_reach_no_database(
+    server: Tenancy, method: str, url: str, body: dict[str, Any], param: str
+) -> None:
+    """PostgreSQL refuses a text with NUL: some of these were 500, as if the database were away."""
+    async with client_of(server.app) as client:
+        refused = await client.request(method, url, json=body, headers=server.headers("admin"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
 async def test_a_changed_service_level_is_in_the_next_request(server: Tenancy, acme: httpx.AsyncClient) -> None:
     assert (await completed(acme, "sql")).status_code == 200
     assert server.engine.requests[-1].claim == Claim("tenant acme")

@@ -13,6 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from loraplex.sampling_params import MAX_PRIORITY, MAX_TARGET_MS, MAX_WEIGHT, MIN_WEIGHT
 from loraplex.server.access import Access, StrictRoute, may_use, requires
+from loraplex.server.adapter_schemas import Name
 from loraplex.server.api_error import ApiError
 from loraplex.server.audit import name_adapters, name_target
 from loraplex.server.auth import KEYLESS, caller_of
@@ -27,7 +28,6 @@ from loraplex.tenants.service_level import ServiceLevel
 
 T = TypeVar("T")
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
 Roots = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...], Field(max_length=64, strict=False)]
 Count = Annotated[int, Field(ge=0, le=int(MAX_LIMIT))]
 Most = Annotated[int, Field(ge=1, le=int(MAX_LIMIT))]
