@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 from loraplex.events import Detail, EngineEvent, EventKind
 
@@ -38,8 +40,8 @@ class NumberedEvent:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What came after an id, oldest first. last_id: of the newest event there is; num_lost: how many came and are not
-    kept any longer."""
+    """What came after an id, oldest first. last_id: of the newest event there is; num_lost: how many came, before or
+    between these, and are not kept any longer."""
 
     last_id: int = 0
     num_lost: int = 0
@@ -47,12 +49,16 @@ class EventBatch:
 
 
 class EventHub:
-    """The latest `max_kept` events. Any thread may add; any number may follow, each at its own pace and without a queue
-    of its own."""
+    """`max_kept` events: the latest, of each tenant a share. Any thread may add; any number may follow, each at its own
+    pace and without a queue of its own.
+
+    The oldest event of the tenant that has most makes room: no tenant washes away what is kept of others.
+    """
 
     def __init__(self, max_kept: int = MAX_NUMBERED_EVENTS, first_id: int = 0) -> None:
         """first_id: larger than any id of a server before this one, so that returning followers miss nothing."""
-        self._events: deque[NumberedEvent] = deque(maxlen=max_kept)
+        self._events: defaultdict[str, deque[NumberedEvent]] = defaultdict(deque)  # by tenant; none is empty
+        self._max_kept, self._num_kept = max_kept, 0
         self._lock = threading.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
         self._counts: Counter[str] = Counter()
@@ -73,11 +79,21 @@ class EventHub:
     def add(self, event: EngineEvent) -> None:
         with self._lock:
             self._last_id += 1
-            self._events.append(NumberedEvent(self._last_id, event))
+            self._keep(NumberedEvent(self._last_id, event))
             self._counts[event.kind.value] += 1
             waiting = self._take_waiting()
         _log(event)
         _wake(waiting)
+
+    def _keep(self, event: NumberedEvent) -> None:
+        self._events[_tenant_of(event.event)].append(event)
+        self._num_kept += 1
+        if self._num_kept > self._max_kept:
+            most = max(self._events.values(), key=len)
+            gone = most.popleft()
+            self._num_kept -= 1
+            if not most:
+                del self._events[_tenant_of(gone.event)]
 
     def extend(self, events: Iterable[EngineEvent]) -> None:
         for event in events:
@@ -88,9 +104,10 @@ class EventHub:
         with self._lock:
             newest_id = self._last_id
             last_id = self._first_id if not self._first_id <= last_id <= newest_id else last_id
-            events = tuple(numbered for numbered in self._events if numbered.event_id > last_id)
-        num_lost = events[0].event_id - last_id - 1 if events else 0
-        return EventBatch(newest_id, num_lost, events)
+            kept = chain.from_iterable(self._events.values())
+            events = [numbered for numbered in kept if numbered.event_id > last_id]
+        events.sort(key=attrgetter("event_id"))
+        return EventBatch(newest_id, newest_id - last_id - len(events), tuple(events))
 
     async def subscribe(self, last_id: int | None = None) -> AsyncGenerator[EventBatch, None]:
         """What happens after `last_id` (None: from now on), as it happens, until the hub is closed."""
@@ -128,6 +145,13 @@ class EventHub:
     def _take_waiting(self) -> set[asyncio.Future[None]]:
         waiting, self._waiting = self._waiting, set()
         return waiting
+
+
+def _tenant_of(event: EngineEvent) -> str:
+    """Of a verb its caller's, else that of the adapter `tenant/name`; "" for the operator's."""
+    if event.kind is EventKind.AUDIT:
+        return str(event.details.get("tenant", ""))
+    return (event.adapter_name or "").rpartition("/")[0].partition("/")[0]
 
 
 def _log(event: EngineEvent) -> None:

@@ -31,6 +31,31 @@ def test_ids_grow_and_the_oldest_are_lost() -> None:
     assert hub.counts == {"load": 5}
 
 
+def verb(text: str, tenant: str = "") -> EngineEvent:
+    """On an adapter of acme, whoever calls it."""
+    details = {"tenant": tenant} if tenant else {}
+    return EngineEvent(EventKind.AUDIT, 1.0, text, adapter_name="acme/sql", details=details)
+
+
+def test_a_tenant_with_many_events_loses_its_own() -> None:
+    """A few thousand unpins of a tenant, which changed nothing, were all that was kept."""
+    hub = EventHub(max_kept=6)
+    hub.extend([verb("operator"), EngineEvent(EventKind.LOAD, 1.0, "beta", adapter_name="beta/sql"), event("base")])
+    hub.extend(verb(str(number), "acme") for number in range(100))
+    hub.add(EngineEvent(EventKind.LOAD, 1.0, "acme", adapter_name="acme/sql"))
+    assert texts(hub, 0) == ["operator", "beta", "base", "98", "99", "acme"]
+    assert [numbered.event_id for numbered in hub.after(0).events] == [1, 2, 3, 102, 103, 104]
+    assert (hub.after(0).num_lost, hub.after(2).num_lost, hub.after(101).num_lost) == (98, 98, 0)
+
+
+def test_the_newest_event_is_kept_of_any_number_of_tenants() -> None:
+    hub = EventHub(max_kept=3)
+    for number in range(10):
+        hub.add(verb(str(number), f"tenant {number}"))
+        assert texts(hub, number) == [str(number)]
+    assert texts(hub, 0) == ["7", "8", "9"]
+
+
 def test_an_id_of_another_server_gets_everything() -> None:
     hub = EventHub()
     hub.add(event("a"))
