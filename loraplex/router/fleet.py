@@ -94,8 +94,9 @@ class Fleet:
         return common([each.held or {} for each in self._others_of(new)]) if self._has_started else ()
 
     def agree_on(self, replica: Replica) -> None:
+        others = self._others_of(replica)
         for name, card in replica.names.to_do.items():
-            found = (each.held[name] for each in self._others_of(replica) if each.held and each.has(name))
+            found = (each.held[name] for each in others if each.held and each.has(name))
             if card is not None and (now := next(found, None)) is not None and now.meaning != card.meaning:
                 replica.names.to_do[name] = now
 
