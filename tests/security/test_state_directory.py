@@ -334,6 +334,24 @@ def test_what_stands_in_the_place_of_files_that_are_made(state: Path, kind: str)
         assert names_in(state) == []
 
 
+def test_a_check_leaves_a_journal_of_an_older_version_to_it(state: Path) -> None:
+    """What was written since is in SQLite's log. The check upgraded the schema, and the older version refused it."""
+    with closing(sqlite3.connect(state / "journal.sqlite")) as old:
+        old.execute("ALTER TABLE names DROP COLUMN history")
+        old.execute("UPDATE about SET value = '1' WHERE key = 'schema'")
+        old.commit()
+        files = [state / f"journal.sqlite{suffix}" for suffix in ("", "-wal")]
+        before = [file.read_bytes() for file in files]
+        assert before[1]
+        report = check_state(state)
+        assert report.kept == ("n1", "n2", "n3")
+        assert "schema       1: a server of this version makes it 4" in report.describe()
+        assert repair_state(state) == report
+        assert [file.read_bytes() for file in files] == before
+    SqliteJournal(state, BASE).close()
+    assert "schema" not in check_state(state).describe()
+
+
 def test_a_check_needs_a_directory_that_is_there_and_free(state: Path) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         check_state(state / "nowhere")

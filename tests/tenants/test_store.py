@@ -540,6 +540,8 @@ def test_rows_without_a_checksum_get_none_where_schema_3_did_not_have_them(state
         file.execute("UPDATE tenant_keys SET checksum = '', role = 'admin', tenant = NULL WHERE revoked_time IS NULL")
         file.execute("UPDATE about SET value = '2' WHERE key = 'schema'")
     assert not repair.check_state(state_dir).is_whole
+    with pytest.raises(ConfigError, match="state check"):
+        SqliteJournal(state_dir, BASE)
     with closing(open_store(state_dir, None)) as store:
         assert store.read().keys == {}
 

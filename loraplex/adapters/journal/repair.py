@@ -3,7 +3,7 @@
 What can be used of the journal stays as it is. A name whose rows are damaged is taken from the newest copy that can be
 read, if it is whole there and shares no id with what stays; else it is dropped. A journal that cannot be read at all is
 replaced by that copy. A damaged text is set aside: its adapter's requests are read as the base model's until it is
-loaded again. Nothing is deleted: what was replaced is moved to DIR/damaged/.
+loaded again. Nothing is deleted: what was replaced is moved to DIR/damaged/. A check changes no journal.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from pathlib import Path
 from loraplex.adapters.journal.copies import JournalCopies, counts_of, time_of
 from loraplex.adapters.journal.damage import Damage
 from loraplex.adapters.journal.state_directory import StateDirectory
-from loraplex.adapters.journal.tables import DamagedJournalError, JournalContents, JournalTables
+from loraplex.adapters.journal.tables import SCHEMA_VERSION, DamagedJournalError, JournalContents, JournalTables
 from loraplex.adapters.journal.tenant_rows import TenantRows
 from loraplex.adapters.journal.texts import SavedTexts
 from loraplex.adapters.registry.records import NameChange, NameRecord
@@ -32,7 +32,8 @@ class StateReport:
     """What a check found. base_model None: neither the journal nor a copy can be read, and nothing can be repaired.
 
     kept: names that the journal has whole; restored: those that the copy of `copy_time` has; dropped: what no copy has.
-    textless: those whose text is damaged. has_old_keys: keys of tenants come from a copy, too.
+    textless: those whose text is damaged. has_old_keys: keys of tenants come from a copy, too. schema: of the journal,
+    or of that copy.
     """
 
     path: str
@@ -46,6 +47,7 @@ class StateReport:
     has_old_keys: bool
     num_copies: int
     copy_time: str | None
+    schema: str = SCHEMA_VERSION
 
     @property
     def is_whole(self) -> bool:
@@ -60,6 +62,9 @@ class StateReport:
             f"  copies       {self.num_copies}" + (f", the newest of {self.copy_time}" if self.copy_time else ""),
             *(f"  damaged      {damage}" for damage in self.damages),
         ]
+        if self.schema != SCHEMA_VERSION:
+            text = f"a server of this version makes it {SCHEMA_VERSION}, and those before refuse the directory then"
+            lines.append(f"  schema       {self.schema}: {text}")
         return "\n".join([*lines, *self._outlook()])
 
     def _outlook(self) -> list[str]:
@@ -164,6 +169,7 @@ def _examine(directory: StateDirectory) -> _Found:
         has_old_keys=contents is None and copy is not None and copy.tenants.revision is not None,
         num_copies=len(copies),
         copy_time=time_of(copy_file or copies[0]) if copies else None,
+        schema=known[0].schema if known else SCHEMA_VERSION,
     )
     tenants = known[0].tenants if known else TenantRows()
     if tenants.revision is not None and copies:  # else the repaired journal would be older than its copy
@@ -176,22 +182,35 @@ def _read_journal(directory: StateDirectory) -> JournalContents:
         is_empty = directory.journal_file.exists()
         raise DamagedJournalError(f"{directory.journal_file} is {'empty' if is_empty else 'missing'}")
     directory.make_private(directory.journal_file)
-    with closing(JournalTables(directory.journal_file, None)) as tables:
+    with _copied(directory.journal_file) as tables:
         contents = tables.read(with_usage=True)
     if not contents.damages:
         contents.check_age(JournalCopies(directory.copies))
     return contents
 
 
+@contextmanager
+def _copied(file: Path) -> Iterator[JournalTables]:
+    """A copy of it with SQLite's log, since to open one may upgrade it: the file stays as it is."""
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
+        try:
+            made = Path(shutil.copy(file, folder))
+            log = Path(f"{file}-wal")
+            if log.is_file():
+                shutil.copy(log, folder)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be copied to be read: {error.strerror}") from error
+        with closing(JournalTables(made, None, called=file)) as tables:
+            yield tables
+
+
 def _newest_readable(copies: list[Path]) -> tuple[Path | None, JournalContents | None]:
-    """Read from a copy of the copy, which stays as it is."""
     for file in copies:
-        with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
-            try:
-                with closing(JournalTables(Path(shutil.copy(file, folder)), None)) as tables:
-                    contents = tables.read(with_usage=True)
-            except ConfigError:
-                continue
+        try:
+            with _copied(file) as tables:
+                contents = tables.read(with_usage=True)
+        except ConfigError:
+            continue
         if not contents.damages:
             return file, contents
     return None, None

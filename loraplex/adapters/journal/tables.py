@@ -110,13 +110,14 @@ class DamagedJournalError(ConfigError):
 @dataclass(frozen=True, slots=True)
 class JournalContents:
     """All that a journal has. names: those that can be used, in the order of their loads; damages: what cannot;
-    tenants: what of tenants can."""
+    tenants: what of tenants can; schema: of the file before it was opened."""
 
     base_model: str
     names: Mapping[str, NameRecord]
     last_adapter_id: int
     damages: tuple[Damage, ...] = ()
     tenants: TenantRows = field(default_factory=TenantRows)
+    schema: str = SCHEMA_VERSION
 
     def check_age(self, copies: JournalCopies) -> None:
         """Raises DamagedJournalError where the newest copy knows more: what was written since was in SQLite's log, and
@@ -128,15 +129,17 @@ class JournalContents:
 
 
 class JournalTables:
-    """One connection. base_model None: whichever the file is of.
+    """One connection. An older schema is made the present one. base_model None: whichever the file is of; called: of
+    what it is a copy.
 
     Raises ConfigError for a file that is not this model's, this version's, or not readable at all.
     """
 
-    def __init__(self, file: Path, base_model: str | None) -> None:
-        self._file = file
+    def __init__(self, file: Path, base_model: str | None, called: Path | None = None) -> None:
+        self._file = called or file
         self._last_adapter_id = 0
         self._base_model = ""
+        self._schema = SCHEMA_VERSION
         self._damages: tuple[Damage, ...] = ()
         self._engine = sa.create_engine(
             sa.URL.create("sqlite", database=str(file)),
@@ -177,6 +180,7 @@ class JournalTables:
                 rows = [{"key": key, "value": value} for key, value in about.items()]
                 connection.execute(ABOUT_TABLE.insert(), rows)
             self._check_about(about)
+            self._schema = about["schema"]
             if about["schema"] in UPGRADES:
                 # in this order, the first one begins the transaction that both are in
                 connection.execute(
@@ -243,7 +247,8 @@ class JournalTables:
         damaged = {damage.name for damage in damages}
         by_age = sorted(records.keys() - damaged, key=lambda name: records[name].versions[0].adapter_id)
         names_by_age = {name: records[name] for name in by_age}
-        return JournalContents(self._base_model, names_by_age, self._last_adapter_id, tuple(damages), tenants)
+        found = (self._base_model, names_by_age, self._last_adapter_id, tuple(damages), tenants)
+        return JournalContents(*found, self._schema)
 
     def tenants_revision(self) -> str | None:
         """The number of the last change of tenants and keys; None: there are none."""
