@@ -12,7 +12,7 @@ import enum
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,7 +251,7 @@ class ScopedQuery(NameQuery):
 
     scope: Scope = field(default_factory=Scope)
 
-    def of(self, names: Iterable[str]) -> list[str]:
+    def of(self, names: Iterable[str]) -> Iterator[str]:
         """Registered names, in the order of what the caller reads."""
         by_shown: dict[str, str] = {}
         for name in names:
@@ -259,7 +259,7 @@ class ScopedQuery(NameQuery):
                 shown_name = self.scope.shown(name)
                 if shown_name not in by_shown or shown_name != name:
                     by_shown[shown_name] = name
-        return [by_shown[each] for each in NameQuery.of(self, by_shown)]
+        return (by_shown[each] for each in NameQuery.of(self, by_shown))
 
 
 def _fields_of(query: NameQuery) -> dict[str, Any]:

@@ -183,6 +183,22 @@ async def test_the_engine_is_asked_for_a_part_at_a_time_and_for_no_more_than_is_
     assert asked == [1, 2, 1]
 
 
+def test_many_names_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for 200,000 names kept the interpreter's lock for 0.2 s, and the event loop waited."""
+    pieces: list[int] = []
+
+    def counted(names: list[str]) -> list[str]:
+        pieces.append(len(names))
+        return sorted(names)
+
+    monkeypatch.setattr(views, "sorted", counted, raising=False)
+    names = [f"a{number * 7919 % 10_000:04}" for number in range(10_000)]
+    assert list(NameQuery(after="a0099", is_sorted=True).of(names)) == sorted(names)[100:]
+    assert sum(pieces) == 9_900
+    assert max(pieces) <= views.SORTED_AT_ONCE < 9_900
+    assert list(NameQuery(prefix="b", is_sorted=True).of(names)) == []
+
+
 @pytest.mark.parametrize("order", ["bytes", "last_used", "requests"])
 async def test_an_order_of_values_has_the_most_first_and_pages(engine: FakeAsyncEngine, order: str) -> None:
     assert engine.registry is not None

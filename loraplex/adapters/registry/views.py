@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef
 from loraplex.core import AdapterResidency, Tier
+
+SORTED_AT_ONCE = 4096
+"""A call that sorts 200,000 names keeps all other threads waiting for 0.2 s."""
 
 NAMES_AT_ONCE = 2048
 """The store is asked for so many names at a time: one answer for all would hold up its steps."""
@@ -25,9 +29,12 @@ class NameQuery:
     after: str = ""
     is_sorted: bool = False
 
-    def of(self, names: Iterable[str]) -> list[str]:
+    def of(self, names: Iterable[str]) -> Iterator[str]:
         found = [name for name in names if name > self.after and name.startswith(self.prefix) and self.contains in name]
-        return sorted(found) if self.is_sorted else found
+        if not self.is_sorted:
+            return iter(found)
+        starts = range(0, len(found), SORTED_AT_ONCE)
+        return heapq.merge(*(sorted(found[start : start + SORTED_AT_ONCE]) for start in starts))
 
 
 class VersionState(enum.StrEnum):
@@ -111,8 +118,7 @@ class Views:
         with self._lock:
             names = list(self._table.current)
         found = query.of(names)
-        for start in range(0, len(found), NAMES_AT_ONCE):
-            some = found[start : start + NAMES_AT_ONCE]
+        while some := list(itertools.islice(found, NAMES_AT_ONCE)):
             residency = self._residency(some)
             for name in some:
                 with self._lock:  # for one name at a time: requests take it too

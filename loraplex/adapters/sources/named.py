@@ -38,7 +38,7 @@ MAX_FILES = 64
 """Of an adapter's directory that are looked at before all that a load reads is."""
 
 MAX_LISTED = 200_000
-"""Entries of a directory that a page looks at: 0.1 us each to sort."""
+"""Entries of a directory that a page looks at."""
 
 MAX_ANSWERS = 10
 """Of a store that a page asks for: they may have names that no adapter can have."""
