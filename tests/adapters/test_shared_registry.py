@@ -409,6 +409,33 @@ def test_a_server_that_dies_in_a_verb_leaves_its_name_free(begin: Callable[..., 
             assert waiting.result(WAIT_S).status is LoadStatus.LOADED
 
 
+def test_verbs_that_wait_for_another_server_ask_for_their_name_one_at_a_time(
+    begin: Callable[..., Server], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them asked 20 times a second, in the one session, with a thread for each question."""
+    one, num_threads = begin(), 12
+    asked: list[int] = []
+    lock_verb = postgres_tables.lock_verb
+
+    def counted(connection: Any, name: str) -> bool:
+        asked.append(threading.get_ident())
+        return lock_verb(connection, name)
+
+    monkeypatch.setattr(postgres_tables, "lock_verb", counted)
+    monkeypatch.setattr(postgres_journal, "VERB_POLL_S", (0.005, 0.02))
+    with ThreadPoolExecutor(num_threads) as pool, psycopg.connect(url, autocommit=True) as other:
+        other.execute(f"SELECT pg_advisory_lock({postgres_tables._KEY.format('%s')})", ("a",))
+        with monkeypatch.context() as no_timers:
+            no_timers.delattr(threading, "Timer")
+            verbs = [pool.submit(one.journal._lock_verb, "a") for _ in range(num_threads)]
+            until(lambda: len(asked) > 2 * num_threads)
+            assert len(set(asked)) == 1
+            until(lambda: one.journal._lock_verb("b") > 0)
+        other.close()
+        assert len({each.result(WAIT_S) for each in verbs}) == 1
+    assert not one.journal._names_asked
+
+
 @pytest.mark.parametrize(
     ("seen", "beats", "error"),
     [(0, False, None), (10**9, True, None), (0, True, DatabaseUnavailableError)],

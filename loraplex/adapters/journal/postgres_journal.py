@@ -80,8 +80,8 @@ FIRST_LOOK_S = 2.0
 STATEMENT_S, WATCHDOG_S = 10.0, 1.0
 """A session that has had no answer for so long is cut: its caller would wait as long as a database stands still."""
 
-VERB_WAIT_S, VERB_POLL_S = 300.0, 0.05
-"""For a slow verb on the same name at another server: how long, and how often it is looked for."""
+VERB_WAIT_S, VERB_POLL_S = 300.0, (0.05, 0.5)
+"""For a slow verb on the same name at another server: how long, and how often it is looked for, at first and later."""
 
 
 class PostgresJournal(SharedJournal):
@@ -108,6 +108,8 @@ class PostgresJournal(SharedJournal):
         self._reader: sa.Connection | None = None
         self._asked_s: float | None = None
         self._session, self._is_in_turn = 0, False
+        self._used_s: float | None = None  # since when the session that writes is
+        self._asking, self._names_asked = threading.Condition(), set[str]()
         self._confirmed = 0.0  # the last turn that all servers had
         self._held = threading.local()
         self._facts = threading.Lock()  # the fields below; nothing waits under it
@@ -135,7 +137,7 @@ class PostgresJournal(SharedJournal):
         self._heard_s = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"loraplex-registry-{name}", daemon=True)
-            for name, target in (("watch", self._watch), ("apply", self._apply_news))
+            for name, target in (("cut", self._cut_what_hangs), ("watch", self._watch), ("apply", self._apply_news))
         ]
 
     def _open(self, base_model: str) -> News:
@@ -159,9 +161,11 @@ class PostgresJournal(SharedJournal):
 
     def follow(self, apply: Apply) -> None:
         self._apply = apply
+        cutting, *reading = self._threads
+        cutting.start()
         with self._mutex, self._session_of_writer() as connection:
             tables.join_servers(connection, self._server, self._applied)
-        for thread in self._threads:
+        for thread in reading:
             thread.start()
         self._has_looked.wait(FIRST_LOOK_S)  # what changed while the engine started is learned now
 
@@ -284,8 +288,6 @@ class PostgresJournal(SharedJournal):
         while not self._is_closed.is_set():
             self._has_news.wait(WATCHDOG_S)
             self._has_news.clear()
-            if self._asked_s is not None and time.monotonic() - self._asked_s > STATEMENT_S:
-                _cut(self._reader)
             with self._mutex:
                 if self._apply_learned(FETCH_PATIENCE_S):
                     with suppress(JournalError), self._session_of_writer() as connection:
@@ -293,6 +295,13 @@ class PostgresJournal(SharedJournal):
                 if time.monotonic() - counted_s >= self._count_interval_s:
                     self._write_counters()
                     counted_s = time.monotonic()
+
+    def _cut_what_hangs(self) -> None:
+        while not self._is_closed.wait(WATCHDOG_S):
+            since_s = time.monotonic() - STATEMENT_S
+            for began_s, connection in ((self._asked_s, self._reader), (self._used_s, self._writer)):
+                if began_s is not None and began_s < since_s:
+                    _cut(connection)
 
     def _apply_learned(self, patience_s: float) -> bool:
         """With the mutex. A turn of this server may have overtaken what was read. Whether there was something."""
@@ -434,14 +443,25 @@ class PostgresJournal(SharedJournal):
                         tables.unlock_verb(connection, name)
 
     def _lock_verb(self, name: str) -> int:
-        """The session that holds it."""
-        deadline_s = time.monotonic() + VERB_WAIT_S
-        while time.monotonic() < deadline_s:
-            self._refuse_when_away()
-            with self._mutex, self._session_of_writer() as connection:
-                if tables.lock_verb(connection, name):
-                    return self._session
-            time.sleep(VERB_POLL_S)
+        """The session that holds it. One verb asks for all of this server that wait for the name."""
+        deadline_s, pause_s = time.monotonic() + VERB_WAIT_S, VERB_POLL_S[0]
+        with self._asking:
+            is_first = self._asking.wait_for(lambda: name not in self._names_asked, VERB_WAIT_S)
+            if is_first:
+                self._names_asked.add(name)
+        try:
+            while is_first and time.monotonic() < deadline_s:
+                self._refuse_when_away()
+                with self._mutex, self._session_of_writer() as connection:
+                    if tables.lock_verb(connection, name):
+                        return self._session
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, VERB_POLL_S[1])
+        finally:
+            with self._asking:
+                if is_first:
+                    self._names_asked.remove(name)
+                    self._asking.notify_all()
         text = f"another server has had a verb on it under way for {VERB_WAIT_S:g} s; try again later"
         raise AdapterBusyError(f"adapter {name!r}: {text}")
 
@@ -465,9 +485,7 @@ class PostgresJournal(SharedJournal):
     @contextmanager
     def _session_of_writer(self, is_begun: bool = False) -> Iterator[sa.Connection]:
         """With the mutex. is_begun: only the session that has the turn will do. An error of the database ends it."""
-        timer = threading.Timer(STATEMENT_S, lambda: _cut(self._writer))
-        timer.daemon = True
-        timer.start()
+        self._used_s = time.monotonic()
         try:
             if self._writer is not None and not is_begun and _has_ended(self._writer):
                 self._drop_writer()
@@ -486,7 +504,7 @@ class PostgresJournal(SharedJournal):
                 f"the registry's database did not take it ({reason_of(error)}); look at the adapter, and try again"
             ) from None
         finally:
-            timer.cancel()
+            self._used_s = None
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
