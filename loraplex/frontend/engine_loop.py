@@ -23,7 +23,7 @@ from loraplex.engine.engine import EngineCore
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.frontend import messages as msg
 from loraplex.frontend.store import store_methods
-from loraplex.memory.weights.loader_threads import LoaderThreads
+from loraplex.processes.loader_threads import LoaderThreads
 
 logger = logging.getLogger("loraplex.frontend.process")
 

@@ -48,12 +48,12 @@ from loraplex.memory.stats import MemoryLog, chunk_runs, residency_of, resting_t
 from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
 from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
-from loraplex.memory.weights.loader_threads import LoaderThreads
 from loraplex.memory.weights.loading import Loader, Reader, WeightReader, read_weights
 from loraplex.memory.weights.packing import BaseWeights, Packer
 from loraplex.memory.weights.rank_packing import RankPacker
 from loraplex.memory.weights.vocabulary import Ends
 from loraplex.metrics import MemoryReport
+from loraplex.processes.loader_threads import LoaderThreads
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -11,6 +13,8 @@ import pytest
 from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord, following
 from loraplex.errors import AdapterFetchError, LoraplexError
 from tests.adapters.fake_store import Bench
+
+WAIT_S = 30
 
 
 class Timers:
@@ -25,9 +29,16 @@ class Timers:
         return timer
 
     def fire(self) -> float:
-        timer = self.started.get(timeout=30)
+        timer = self.started.get(timeout=WAIT_S)
         timer.run()
         return float(timer.interval)
+
+
+def until_ready(bench: Bench, num_versions: int) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while sum(each.is_ready for each in bench.registry._table.versions()) < num_versions:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
 
 
 def test_a_fetch_that_fails_again_waits_longer_and_an_engine_that_starts_does_not(
@@ -52,12 +63,42 @@ def test_a_fetch_that_fails_again_waits_longer_and_an_engine_that_starts_does_no
     record = NameRecord(1, None, 1, (version,), NameUsage("a", 1))
     followed.apply([NameChange("a", record)], 30.0)
     assert [timers.fire() for _ in range(5)] == [5.0, 10.0, 20.0, 40.0, 40.0]
-    timer = timers.started.get(timeout=30)
+    timer = timers.started.get(timeout=WAIT_S)
     assert (len(fetches), timers.started.empty()) == (6, True)
     is_away = False
     bench.store.faults.errors["attach"] = LoraplexError("the engine starts again")
     timer.run()
     assert timers.fire() == 5.0
-    followed._fetchers.shutdown()
+    until_ready(bench, 1)
+    followed._fetchers.close()
     bench.registry.release(bench.registry.hold("a"))
+    bench.check_idle()
+
+
+def record_of(name: str, adapter_id: int, path: str = "/there") -> NameChange:
+    version = VersionRecord(adapter_id, 1, "0" * 64, path, f"s3://bucket/{name}", "", 1, 8, False, 1.0)
+    return NameChange(name, NameRecord(adapter_id, None, 1, (version,), NameUsage(name, 1)))
+
+
+def test_many_fetches_of_a_tenant_hold_up_none_of_others() -> None:
+    """Four threads took them in the order in which they came."""
+    bench, go_on, others = Bench(), threading.Event(), queue.Queue[str]()
+
+    def locate(record: VersionRecord, may_fetch: bool) -> str | None:
+        if may_fetch and "acme" in record.lora_path:
+            go_on.wait(WAIT_S)
+        elif may_fetch:
+            others.put(record.lora_path)
+        return "/here" if may_fetch else None
+
+    followed = bench.registry._following
+    followed._locate = locate
+    acme = [record_of(f"acme/{number}", number) for number in range(1, 20)]
+    followed.apply([*acme, record_of("beta/a", 20), record_of("a", 21)], 0.0)
+    try:
+        assert {others.get(timeout=WAIT_S) for _ in range(2)} == {"s3://bucket/beta/a", "s3://bucket/a"}
+    finally:
+        go_on.set()
+    until_ready(bench, 21)
+    followed._fetchers.close()
     bench.check_idle()

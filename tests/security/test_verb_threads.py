@@ -25,7 +25,7 @@ from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import NUM_VERB_THREADS, AsyncEngine
 from loraplex.frontend.engine_loop import EngineProcess
 from loraplex.frontend.store import STORE_METHODS
-from loraplex.memory.weights.loader_threads import LoaderThreads, ReadSlots
+from loraplex.processes.loader_threads import LoaderThreads, ReadSlots
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.api_error import ApiError

@@ -11,10 +11,10 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.adapter_name import check_adapter_name
@@ -24,10 +24,13 @@ from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion
 from loraplex.errors import AdapterNotFoundError, AdapterUnavailableError, LoraplexError
 from loraplex.events import Detail, EventKind
+from loraplex.processes.loader_threads import LoaderThreads
 
 _log = logging.getLogger(__name__)
 
 NUM_FETCHERS = 4
+"""Of a tenant, and as many again for those that take long."""
+
 RETRY_S, MAX_DOUBLINGS = 5.0, 3
 """After an engine that was starting again, or a fetch that failed: after each further one of these twice as long."""
 
@@ -64,7 +67,6 @@ class Following:
         self._run_later = run_later
         self._on_change = on_change
         self._base_names = base_names
-        self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetch")
         self._coming: set[int] = set()  # not in the table yet
         self._fetching: set[int] = set()
         # by how often its time was doubled, and by id
@@ -74,6 +76,10 @@ class Following:
         """Take over what the servers have, and follow them from now on."""
         self.apply(changes, 0.0)
         shared.follow(self.apply)
+
+    @cached_property
+    def _fetchers(self) -> LoaderThreads:
+        return LoaderThreads(NUM_FETCHERS, max_stuck=NUM_FETCHERS)
 
     def apply(self, changes: Sequence[NameChange], patience_s: float) -> Collection[str]:
         """Make these names what another server made them. Waits `patience_s` at most for files to come. The names whose
@@ -179,7 +185,16 @@ class Following:
 
     def _fetch(self, version: AdapterVersion, record: VersionRecord, num_doublings: int = 0) -> Future[None]:
         self._fetching.add(version.adapter_id)
-        return self._fetchers.submit(self._come, version, record, num_doublings)
+        has_ended: Future[None] = Future()
+
+        def come() -> None:
+            try:
+                self._come(version, record, num_doublings)
+            finally:
+                has_ended.set_result(None)
+
+        self._fetchers.submit(come, _tenant_of(version.ref.adapter_name))
+        return has_ended
 
     def _come(self, version: AdapterVersion, record: VersionRecord, num_doublings: int) -> None:
         name, table = version.ref.adapter_name, self._names.table
@@ -278,6 +293,11 @@ class Following:
         elif record is not None and record.alias_of not in (None, alias_before):
             text = f"adapter {name!r} was switched to {record.alias_of!r} at another server"
             self._on_change(EventKind.SWITCH, name, text, {"new": str(record.alias_of)})
+
+
+def _tenant_of(name: str) -> str:
+    """Or another part before a slash."""
+    return name.partition("/")[0] if "/" in name else ""
 
 
 def _is_pinned(change: NameChange) -> bool:

@@ -43,9 +43,9 @@ from loraplex.memory.residency.records import LoadJob, Place, StoredAdapter, Sto
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.weights.compression import CompressedCopies, CompressedCopy
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
-from loraplex.memory.weights.loader_threads import ReadSlots
 from loraplex.memory.weights.packing import PackedLayout, Packer, UnfitWeightsError
 from loraplex.processes.fair_turns import STUCK_S
+from loraplex.processes.loader_threads import ReadSlots
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from loraplex.memory.residency.records import LoadJob, StoredAdapter
 from loraplex.memory.residency.transfers import FAILURE_TTL_S, MAX_FAILED_COPIES
 from loraplex.memory.weights import loading
 from loraplex.memory.weights.copies import SynchronousCopies
-from loraplex.memory.weights.loader_threads import LoaderThreads
+from loraplex.processes.loader_threads import LoaderThreads
 from tests.memory.gains import make_dora
 from tests.memory.rig import Rig, make_model
 
