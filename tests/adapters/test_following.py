@@ -61,7 +61,7 @@ def test_a_fetch_that_fails_again_waits_longer_and_an_engine_that_starts_does_no
     followed._locate = locate
     version = VersionRecord(1, 1, "0" * 64, "/there", "s3://bucket/a", "", 1, 8, False, 1.0)
     record = NameRecord(1, None, 1, (version,), NameUsage("a", 1))
-    followed.apply([NameChange("a", record)], 30.0)
+    followed.apply([NameChange("a", record)])
     assert [timers.fire() for _ in range(5)] == [5.0, 10.0, 20.0, 40.0, 40.0]
     timer = timers.started.get(timeout=WAIT_S)
     assert (len(fetches), timers.started.empty()) == (6, True)
@@ -94,11 +94,42 @@ def test_many_fetches_of_a_tenant_hold_up_none_of_others() -> None:
     followed = bench.registry._following
     followed._locate = locate
     acme = [record_of(f"acme/{number}", number) for number in range(1, 20)]
-    followed.apply([*acme, record_of("beta/a", 20), record_of("a", 21)], 0.0)
+    followed.apply([*acme, record_of("beta/a", 20), record_of("a", 21)])
     try:
         assert {others.get(timeout=WAIT_S) for _ in range(2)} == {"s3://bucket/beta/a", "s3://bucket/a"}
     finally:
         go_on.set()
     until_ready(bench, 21)
     followed._fetchers.close()
+    bench.check_idle()
+
+
+def test_what_is_looked_for_is_fetched_once_and_is_there_as_soon_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, timers, go_on, fetches = Bench(), Timers(), threading.Event(), list[int]()
+    monkeypatch.setattr(following, "threading", timers)
+
+    def locate(record: VersionRecord, may_fetch: bool) -> str | None:
+        if not may_fetch:
+            return None
+        fetches.append(record.adapter_id)
+        if record.adapter_id == 8 and fetches.count(8) == 1:
+            raise AdapterFetchError("the store cannot be reached")
+        assert record.adapter_id == 1 or go_on.wait(WAIT_S)
+        return "/here"
+
+    followed = bench.registry._following
+    followed._locate = locate
+    changes = [record_of(f"a{number}", number) for number in range(1, 9)]
+    followed.expect(changes, 0.0)
+    followed.apply(changes)
+    try:
+        until_ready(bench, 1)
+    finally:
+        go_on.set()
+    until_ready(bench, 7)
+    assert timers.fire() == following.RETRY_S
+    until_ready(bench, 8)
+    assert sorted(fetches) == [*range(1, 9), 8], "again after a failure alone"
+    followed._fetchers.close()
+    followed._lookers.close()
     bench.check_idle()

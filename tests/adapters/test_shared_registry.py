@@ -302,6 +302,34 @@ def test_what_has_to_be_fetched_is_refused_until_it_is_here(
     other.bench.check_idle()
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["it is fetched", "the file system hangs"])
+def test_verbs_go_on_while_files_of_a_load_at_another_server_are_waited_for(
+    begin: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """The mutex of all verbs was held meanwhile, half a second for each load."""
+    monkeypatch.setattr(postgres_journal, "FETCH_PATIENCE_S", WAIT_S)
+    one, gate, other = begin(), Gate(), begin()
+
+    def locate(record: VersionRecord, may_fetch: bool) -> str | None:
+        if may_fetch or hangs:
+            gate.pass_through()
+        return "/here" if may_fetch else None
+
+    monkeypatch.setattr(other.registry._following, "_locate", locate)
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(one.registry.load, "a", "/a")]
+        try:
+            assert gate.arrived.wait(WAIT_S)
+            loads.append(pool.submit(other.registry.load, "b", "/b"))
+            until(lambda: other.sees("b", "/b"), WAIT_S / 2)
+        finally:
+            gate.opened.set()
+        assert [each.result(WAIT_S).status for each in loads] == [LoadStatus.LOADED] * 2
+    until(lambda: other.sees("a", "/a"))
+    until(lambda: one.sees("b", "/b"))
+    other.bench.check_idle()
+
+
 # -------------------------------------------------------------------------------------------------------- two at a time
 
 

@@ -41,6 +41,7 @@ from loraplex.adapters.registry.records import (
     Apply,
     DatabaseHealth,
     DatabaseState,
+    Expect,
     NameChange,
     NameUsage,
     SharedJournal,
@@ -121,6 +122,7 @@ class PostgresJournal(SharedJournal):
         self._refused_s, self._is_away = -1e9, False
         self._connected_s = math.inf  # of the session that listens
         self._apply: Apply | None = None
+        self._expect: Expect = lambda changes, patience_s: None
         self._take_usage: Callable[[], Sequence[NameUsage]] = tuple
         news = self._open(base_model)
         self.names = {change.name: change.record for change in news.changes if change.record is not None}
@@ -159,8 +161,8 @@ class PostgresJournal(SharedJournal):
 
     # ------------------------------------------------------------------------------------------------------- the reader
 
-    def follow(self, apply: Apply) -> None:
-        self._apply = apply
+    def follow(self, apply: Apply, expect: Expect) -> None:
+        self._apply, self._expect = apply, expect
         cutting, *reading = self._threads
         cutting.start()
         with self._mutex, self._session_of_writer() as connection:
@@ -288,8 +290,9 @@ class PostgresJournal(SharedJournal):
         while not self._is_closed.is_set():
             self._has_news.wait(WATCHDOG_S)
             self._has_news.clear()
+            num_news = self._expect_news()
             with self._mutex:
-                if self._apply_learned(FETCH_PATIENCE_S):
+                if self._apply_learned(num_news):
                     with suppress(JournalError), self._session_of_writer() as connection:
                         self._beat(connection, self._seen, self._applied)
                 if time.monotonic() - counted_s >= self._count_interval_s:
@@ -298,28 +301,38 @@ class PostgresJournal(SharedJournal):
 
     def _cut_what_hangs(self) -> None:
         while not self._is_closed.wait(WATCHDOG_S):
-            since_s = time.monotonic() - STATEMENT_S
             for began_s, connection in ((self._asked_s, self._reader), (self._used_s, self._writer)):
-                if began_s is not None and began_s < since_s:
+                if began_s is not None and time.monotonic() - began_s > STATEMENT_S:
                     _cut(connection)
 
-    def _apply_learned(self, patience_s: float) -> bool:
+    def _expect_news(self) -> int:
+        """Without the mutex, since files may be slow to come. How many news."""
+        news = tuple(self._news)
+        try:
+            if news:
+                self._expect([change for each, _ in news for change in each.changes], FETCH_PATIENCE_S)
+        except Exception:
+            _log.exception("files of other servers' adapters could not be looked for")
+        return len(news)
+
+    def _apply_learned(self, most: float = math.inf) -> bool:
         """With the mutex. A turn of this server may have overtaken what was read. Whether there was something."""
-        has_news = bool(self._news)
-        while self._news:
+        num_applied = 0
+        while self._news and num_applied < most:
+            num_applied += 1
             news, unsure = self._news.popleft()
             is_new = news.sequence > self._applied or news.is_restored
             changes = [each for each in news.changes if is_new or each.name in unsure]
-            self._apply_now(changes, patience_s)
+            self._apply_now(changes)
             self._applied = news.sequence if is_new else self._applied
             self._confirmed = min(self._confirmed, self._applied)
             with self._facts:
                 self._unsure -= unsure
                 for change in news.changes:
                     self._learned.pop(change.name, None)
-        return has_news
+        return num_applied > 0
 
-    def _apply_now(self, changes: Sequence[NameChange], patience_s: float) -> None:
+    def _apply_now(self, changes: Sequence[NameChange]) -> None:
         if not changes:
             return
         assert self._apply is not None, "a registry follows before anything is changed"
@@ -332,7 +345,7 @@ class PostgresJournal(SharedJournal):
                 self._counted.setdefault(name, record.usage.num_requests)
                 self._last_id = max(self._last_id, *(each.adapter_id for each in record.versions))
         try:
-            refused = self._apply(changes, patience_s)
+            refused = self._apply(changes)
         except Exception:  # a bug: the names stay refused, and the others are followed
             _log.exception("%d changes of other servers could not be applied", len(changes))
             refused = [change.name for change in changes]
@@ -349,14 +362,14 @@ class PostgresJournal(SharedJournal):
     def _turn(self) -> Iterator[Write]:
         self._refuse_when_away()
         with self._mutex:
-            self._apply_learned(0.0)
+            self._apply_learned()
             with self._session_of_writer() as connection:
                 self._check_still_held()
                 connection.exec_driver_sql("BEGIN")
                 sequence = tables.sequence_of(connection, is_locked=True)
                 if sequence != self._applied or self._unsure:
                     news = tables.read_news(connection, self._applied, self._known, self._unsure, self._applied)
-                    self._apply_now(news.changes, 0.0)
+                    self._apply_now(news.changes)
                     self._applied = sequence
                     self._confirmed = min(self._confirmed, sequence)
                     with self._facts:

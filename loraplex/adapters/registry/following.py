@@ -34,6 +34,8 @@ NUM_FETCHERS = 4
 RETRY_S, MAX_DOUBLINGS = 5.0, 3
 """After an engine that was starting again, or a fetch that failed: after each further one of these twice as long."""
 
+NOT_YET = "adapter %r of another server cannot be served yet: %s"
+
 Locate = Callable[[VersionRecord, bool], str | None]
 """Where the files of a version are at this server; None: they have to be fetched, and may not be now (False). Raises
 LoraplexError."""
@@ -67,6 +69,7 @@ class Following:
         self._run_later = run_later
         self._on_change = on_change
         self._base_names = base_names
+        self._found: dict[int, Future[str]] = {}  # where files are that were looked for before
         self._coming: set[int] = set()  # not in the table yet
         self._fetching: set[int] = set()
         # by how often its time was doubled, and by id
@@ -74,20 +77,49 @@ class Following:
 
     def begin(self, changes: Sequence[NameChange], shared: SharedJournal) -> None:
         """Take over what the servers have, and follow them from now on."""
-        self.apply(changes, 0.0)
-        shared.follow(self.apply)
+        self.apply(changes)
+        shared.follow(self.apply, self.expect)
 
     @cached_property
     def _fetchers(self) -> LoaderThreads:
         return LoaderThreads(NUM_FETCHERS, max_stuck=NUM_FETCHERS)
 
-    def apply(self, changes: Sequence[NameChange], patience_s: float) -> Collection[str]:
-        """Make these names what another server made them. Waits `patience_s` at most for files to come. The names whose
-        ids are others' here."""
+    @cached_property
+    def _lookers(self) -> LoaderThreads:
+        return LoaderThreads(NUM_FETCHERS)
+
+    def expect(self, changes: Sequence[NameChange], patience_s: float) -> None:
+        """Before `apply`, while verbs go on: have the files looked for, and fetched; wait so long at most."""
+        with self._names.lock:
+            fresh = {
+                each.adapter_id: (change.name, each)
+                for change in changes
+                for each in (() if change.record is None else self._kept(change.record))
+                if self._names.table.find(each.adapter_id) is None
+            }
+        found = {number: Future[str]() for number in fresh}
+        self._found = found.copy()
+        for number, (name, record) in fresh.items():
+            self._lookers.submit(partial(self._look, name, record, found[number], False), _tenant_of(name))
+        wait(found.values(), patience_s)
+
+    def _look(self, name: str, record: VersionRecord, found: Future[str], may_fetch: bool) -> None:
+        try:
+            path = self._locate(record, may_fetch)
+        except Exception as error:
+            found.set_exception(error)
+            return
+        if path is None and not may_fetch:
+            self._fetchers.submit(partial(self._look, name, record, found, True), _tenant_of(name))
+        else:
+            found.set_result(str(path))
+
+    def apply(self, changes: Sequence[NameChange]) -> Collection[str]:
+        """Make these names what another server made them. The names whose ids are others' here."""
         changes = [change for change in changes if self._may_have(change)]
         taken = {change.name for change in changes if self._is_taken(change)}
         changes = [NameChange(each.name, None) if each.name in taken else each for each in changes]
-        fresh = self._bring(changes, patience_s)
+        fresh = self._bring(changes)
         self._lift_pins(changes)
         table = self._names.table
         with self._names.lock:
@@ -150,9 +182,7 @@ class Following:
 
     # ---------------------------------------------------------------------------------------------- into the store
 
-    def _bring(
-        self, changes: Sequence[NameChange], patience_s: float
-    ) -> dict[int, tuple[AdapterVersion, VersionRecord]]:
+    def _bring(self, changes: Sequence[NameChange]) -> dict[int, tuple[AdapterVersion, VersionRecord]]:
         """New versions by id. Those that are ready by now say so."""
         fresh: dict[int, tuple[AdapterVersion, VersionRecord]] = {}
         with self._names.lock:
@@ -160,16 +190,24 @@ class Following:
                 for each in () if change.record is None else self._kept(change.record):
                     self._version(change.name, each, change.record, fresh)
         self._coming.update(fresh)
-        here, fetches = [], []
+        here = []
         for version, record in fresh.values():
-            path = self._locate(record, False)
+            found = self._found.pop(record.adapter_id, None)
+            if found is not None and not found.done():
+                self._fetching.add(version.adapter_id)
+                found.add_done_callback(partial(self._come, version, record, 0))
+                continue
+            try:
+                path = self._locate(record, False) if found is None else found.result()
+            except Exception as error:
+                _log.warning(NOT_YET, version.ref.adapter_name, error)
+                continue
             if path is None:
-                fetches.append(self._fetch(version, record))
+                self._fetch(version, record)
             else:
                 version.spec = replace(version.spec, path=path)
                 here.append(version)
         self._attach(here)
-        wait(fetches, patience_s)
         return fresh
 
     def _attach(self, versions: Sequence[AdapterVersion]) -> None:
@@ -183,27 +221,21 @@ class Following:
         for version in versions:
             version.is_ready = True
 
-    def _fetch(self, version: AdapterVersion, record: VersionRecord, num_doublings: int = 0) -> Future[None]:
+    def _fetch(self, version: AdapterVersion, record: VersionRecord, num_doublings: int = 0) -> None:
         self._fetching.add(version.adapter_id)
-        has_ended: Future[None] = Future()
+        self._fetchers.submit(partial(self._come, version, record, num_doublings), _tenant_of(version.ref.adapter_name))
 
-        def come() -> None:
-            try:
-                self._come(version, record, num_doublings)
-            finally:
-                has_ended.set_result(None)
-
-        self._fetchers.submit(come, _tenant_of(version.ref.adapter_name))
-        return has_ended
-
-    def _come(self, version: AdapterVersion, record: VersionRecord, num_doublings: int) -> None:
+    def _come(
+        self, version: AdapterVersion, record: VersionRecord, num_doublings: int, found: Future[str] | None = None
+    ) -> None:
         name, table = version.ref.adapter_name, self._names.table
         try:
-            version.spec = replace(version.spec, path=str(self._locate(record, True)))
+            path = str(self._locate(record, True)) if found is None else found.result()
+            version.spec = replace(version.spec, path=path)
             num_doublings = 0  # an engine that starts again is waited for, no source
             self._store.attach_adapters([version.spec])
         except Exception as error:
-            _log.warning("adapter %r of another server cannot be served yet: %s", name, error)
+            _log.warning(NOT_YET, name, error)
             self._fetch_later([(version, record)], num_doublings)
             return
         finally:

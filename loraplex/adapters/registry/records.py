@@ -150,9 +150,11 @@ class DatabaseHealth:
     away_s: float
 
 
-Apply = Callable[[Sequence[NameChange], float], Collection[str]]
-"""Makes names what another server made them; waits so many seconds at most for files that are not here yet. The names
-that cannot be what the journal says: they mean nothing."""
+Apply = Callable[[Sequence[NameChange]], Collection[str]]
+"""Makes names what another server made them. The names that cannot be what the journal says: they mean nothing."""
+
+Expect = Callable[[Sequence[NameChange], float], None]
+"""Told of changes before they are applied: waits so many seconds at most for files that are not here yet."""
 
 Write = Callable[[Sequence[NameChange]], None]
 
@@ -165,8 +167,9 @@ class SharedJournal(ABC):
     """
 
     @abstractmethod
-    def follow(self, apply: Apply) -> None:
-        """From now on tell `apply` of what other servers write. It is called by one thread at a time."""
+    def follow(self, apply: Apply, expect: Expect) -> None:
+        """From now on tell `apply` of what other servers write, and most of it `expect` before, while verbs go on. Each
+        is called by one thread at a time."""
 
     @abstractmethod
     def turn(self) -> AbstractContextManager[Write]:
