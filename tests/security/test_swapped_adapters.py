@@ -37,7 +37,6 @@ from loraplex.errors import (
     AdapterLoadError,
     AdapterPathForbiddenError,
     AdapterUnavailableError,
-    AdapterValidationError,
 )
 from loraplex.testing.fake_engine import FakeReceivedOpener
 from tests.frontend.processes import Client, demo_config, within
