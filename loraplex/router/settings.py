@@ -55,6 +55,9 @@ class RouteSettings:
         None,
         "most open connections of clients, with as many to replicas (default: by the open files limit, at most 2500)",
     )
+    max_connections_per_ip: int | None = setting(
+        None, "most open connections of one client address; not for use behind a proxy (default: --max-connections)"
+    )
     shutdown_grace_s: float = setting(
         30.0, "time for running requests to finish after SIGTERM or SIGINT", group="Server"
     )
@@ -96,6 +99,7 @@ class RouteSettings:
             max_body_bytes=self.max_body_bytes,
             max_inflight_body_bytes=max(BODIES_BYTES, self.max_body_bytes, 2 * self.max_upload_bytes),
             max_connections=self.max_connections,
+            max_connections_per_ip=self.max_connections_per_ip,
             shutdown_grace_s=self.shutdown_grace_s,
             log_level=self.log_level,
             log_format=self.log_format,
