@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from loraplex.adapters.journal import SqliteJournal
     from loraplex.adapters.journal.postgres_journal import PostgresJournal
 
-
 logger = logging.getLogger(__name__)
 
 NUM_VERB_THREADS = 160  # made when needed; nearly all of them wait, for a fetch or for one another
@@ -177,6 +176,10 @@ class AsyncEngine(AdapterVerbs):
     def text_of(self, ref: LoRARef | None) -> RequestText:
         """What reads and writes the requests of an adapter's version; None: of the base model."""
         return self._front.text_of(ref)
+
+    def known_text(self, ref: LoRARef | None) -> RequestText | None:
+        """`text_of` at once; None for what has to be made first."""
+        return self._front.texts.known(None if ref is None else ref.text)
 
     def hold_adapters(self, choice: AdapterChoice, num_prompts: int = 1) -> HeldAdapters:
         """The adapters of a request whose prompts are yet to be encoded. Raises as `generate` does."""
@@ -337,9 +340,8 @@ class AsyncEngine(AdapterVerbs):
         """An adapter's own may have to be made first, which takes milliseconds: in a thread."""
         if held is not None and isinstance(held.text, RequestText):
             return held.text
-        if any(ref.text is not None for ref in refs):
-            return await asyncio.to_thread(self._front.text_for, refs)
-        return self._front.text_for(refs)
+        ref = refs[0] if len(refs) == 1 else None
+        return await asyncio.to_thread(self.text_of, ref) if (known := self.known_text(ref)) is None else known
 
     def _submit(
         self,
@@ -439,8 +441,7 @@ class AsyncEngine(AdapterVerbs):
     def health(self) -> EngineHealth:
         if self._is_shut_down:
             return EngineHealth(False, "shutting down")
-        runners, journal = self._runners, self._journal
-        death = runners.death
+        runners, journal, death = self._runners, self._journal, self._runners.death
         database = journal.health() if isinstance(journal, SharedJournal) else None
         reason = "" if death is None else str(death)
         return EngineHealth(
@@ -474,7 +475,6 @@ class AsyncEngine(AdapterVerbs):
             self._profile.see(event)
 
     def limit_tenants(self, quotas: Mapping[str, MemoryQuota]) -> None:
-        """As EngineSurface says."""
         self._runners.limit_tenants(quotas)
 
     @property

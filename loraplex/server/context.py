@@ -51,7 +51,7 @@ MAX_TENANT_SERIES = 100
 """Tenants with series of their own in /metrics."""
 
 NUM_ANSWER_THREADS = 2
-"""For long answers; and as many for lists of adapters, which wait for the engine."""
+"""For long answers; as many for lists of adapters, which wait for the engine; and for tokenizers that are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class ServerContext:
     audit: Audit
     connections: Connections
     views: OffLoop
+    texts: OffLoop
     answers: OffLoop
     answer_turns: Turns
     keys: KeyRing
@@ -126,11 +127,12 @@ class ServerContext:
             stack.pop_all()
 
     async def text_of(self, refs: Sequence[LoRARef], request: Request) -> TextSurface:
-        """In a thread where an adapter's tokenizer may have to be made first, which takes tens of milliseconds."""
+        """In a thread where an adapter's tokenizer has to be made first, which takes tens of milliseconds."""
         ref = refs[0] if len(refs) == 1 else None
-        if ref is not None and ref.text is not None:
-            return await self.views.run_for(request, partial(self.engine.text_of, ref), 0)
-        return self.engine.text_of(ref)
+        known = self.engine.known_text(ref)
+        if known is not None:
+            return known
+        return await self.texts.run_for(request, partial(self.engine.text_of, ref), 0)
 
     async def check_form(self, form: StructuredOutputsParams | None, field: str, request: Request) -> None:
         """Raises InvalidRequestError, which names the field, for a form that outputs cannot have."""
@@ -187,6 +189,7 @@ class ServerContext:
             audit=Audit(engine.events),
             connections=connections,
             views=OffLoop(NUM_ANSWER_THREADS),
+            texts=OffLoop(NUM_ANSWER_THREADS),
             answers=OffLoop(NUM_ANSWER_THREADS),
             answer_turns=Turns(),
             keys=keys,

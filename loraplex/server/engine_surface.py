@@ -148,6 +148,10 @@ class EngineSurface(Protocol):
         """Of a version of an adapter; None: of the base model."""
         ...
 
+    def known_text(self, ref: LoRARef | None) -> TextSurface | None:
+        """`text_of` at once; None for what has to be made first."""
+        ...
+
     def hold_adapters(self, choice: AdapterChoice, num_prompts: int = 1) -> HeldAdapters:
         """The adapters of a request whose prompts are yet to be encoded. Raises AdapterNotFoundError."""
         ...

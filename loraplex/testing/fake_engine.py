@@ -202,6 +202,9 @@ class FakeAsyncEngine(AdapterVerbs):
         own = None if ref is None else self.texts.get(ref.adapter_name)
         return own or FakeText(self.tokenizer, self.model_info.vocab_size)
 
+    def known_text(self, ref: LoRARef | None) -> FakeText | None:
+        return None if ref is not None and ref.text is not None else self.text_of(ref)
+
     def hold_adapters(self, choice: AdapterChoice, num_prompts: int = 1) -> HeldAdapters:
         return HeldAdapters(self._registry, self._refs(choice, LoRARegistry.hold), num_prompts)
 

@@ -290,19 +290,26 @@ class AdapterTexts:
 
     def of(self, text: AdapterText | None) -> RequestText:
         """The base's where an adapter brings nothing. Equal documents are one object, while they are among the last."""
-        if text is None:
-            return self._base
-        with self._lock:
-            built = self._built.get(text.digest)
-            if built is not None:
-                self._built.move_to_end(text.digest)
-                return built
+        built = self.known(text)
+        if built is not None:
+            return built
+        assert text is not None
         built = self._build(text)
         with self._lock:
             built = self._built.setdefault(text.digest, built)
             if len(self._built) > MAX_BUILT:
                 self._built.popitem(last=False)
         return built
+
+    def known(self, text: AdapterText | None) -> RequestText | None:
+        """`of` at once; None for what has to be made first."""
+        if text is None:
+            return self._base
+        with self._lock:
+            built = self._built.get(text.digest)
+            if built is not None:
+                self._built.move_to_end(text.digest)
+            return built
 
     def _build(self, text: AdapterText) -> RequestText:
         document, base = text.document, self._base

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -229,6 +231,26 @@ async def test_a_mix_of_one_is_read_as_the_engine_reads_it(client: AsyncClient, 
         merged = {"ids": list(parts), "weights": list(parts.values())}
         await post(client, "/v1/completions", model="base", prompt="x", merged_adapters=merged)
         assert read(engine) == words
+
+
+async def test_lists_that_wait_for_the_engine_keep_no_text_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them for a silent runner held up the requests of all adapters with a text, for seconds."""
+    text = AdapterText.of({"generation_config": {}})
+    engine = FakeAsyncEngine({"own": "/own"}, open_adapter=lambda path: OpenedAdapter(path, "e" * 64, 1, 1, text))
+    app = create_app(engine)
+    transport, gate = ASGITransport(app), threading.Event()
+    lists = [asyncio.ensure_future(app.state.context.views.run(each, gate.wait, 0)) for each in "ab"]
+    body = {"model": "own", "prompt": "x", "max_tokens": 1}
+    try:
+        async with AsyncClient(transport=transport, base_url="http://localhost") as client, asyncio.timeout(10):
+            await post(client, "/v1/completions", **body)
+            monkeypatch.setattr(engine, "known_text", engine.text_of)
+            making = [app.state.context.texts.run(each, gate.wait, 0) for each in "ab"]
+            lists += map(asyncio.ensure_future, making)
+            await post(client, "/v1/completions", **body)
+    finally:
+        gate.set()
+        await asyncio.gather(*lists)
 
 
 async def test_the_adapters_page_says_what_each_brings(client: AsyncClient, engine: FakeAsyncEngine) -> None:

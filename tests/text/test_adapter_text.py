@@ -183,6 +183,15 @@ def test_equal_texts_are_one_tokenizer(place: Place) -> None:
     assert place.texts.of(first) is place.texts.of(second)
 
 
+def test_a_text_is_known_once_it_is_made(place: Place) -> None:
+    place.add("<sql>")
+    text = place.read()
+    assert place.texts.known(text) is place.texts.of(text)
+    other = place.make_texts()
+    assert other.known(text) is None
+    assert other.known(None) is other.of(None)
+
+
 def test_a_text_that_fell_out_of_those_remembered_is_made_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_text, "MAX_BUILT", 1)
     place.add("<sql>")
