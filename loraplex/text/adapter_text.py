@@ -9,7 +9,8 @@ tokenizer. Files that equal the base's say nothing. Text is cut by the base's ow
 share in memory, and the adapter's tokens are added to them: one that means another id than the base's is refused.
 
 The files are a stranger's: bytes are bounded before they are read, values before they are kept, JSON that may be long
-is parsed value by value, and no part of them but added tokens comes to the tokenizer's library.
+is parsed value by value, and no part of them but added tokens comes to the tokenizer's library. Long files are read in
+a turn: dozens of loads that wait for one keep nothing of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ from loraplex.text.tokenizer_file import (
 )
 
 MAX_SMALL_BYTES = 2**21
+MAX_GENERATION_BYTES = 2**16
+"""It is parsed in no turn: in less than a millisecond."""
+
 MAX_TEMPLATE_BYTES = 2**17
 MAX_TEMPLATES, MAX_NAME_CHARS = 16, 64
 MAX_BASE_SIZES = 4
@@ -71,6 +75,9 @@ MAX_DOCUMENT_BYTES = 2**20
 NUM_PARSING = 2
 """Threads that read tokenizer files at a time, value by value: each of many would hold the interpreter's lock from the
 event loop."""
+
+PIECE_BYTES = 2**20
+"""Of a file that may be the base's, at a time."""
 
 MAX_BUILT, MAX_KNOWN_FILES = 256, 64
 FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -143,28 +150,32 @@ class AdapterTexts:
     def _read_tokens(self, folder: AdapterFolder) -> dict[str, Json]:
         base = self._base.tokenizer
         assert base is not None
-        files = {name: data for name in TOKEN_NAMES if (data := self._bytes(folder, name)) is not None}
+        is_copy = {name: self._is_copy(folder, name) for name in TOKEN_NAMES}
         template = self._bytes(folder, TEMPLATE)
-        is_copy = {name: self._digest(data) == self._base_digest(name) for name, data in files.items()}
         document: dict[str, Json] = {}
-        config: dict[str, Json] = {}
-        if not all(is_copy.values()):
-            config = json_object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
-            with self._turns.own():
-                document |= self._own_tokens(files, is_copy, config)
-        templates = _templates(template, config)
+        templates = _templates(template, {})
+        if False in is_copy.values():
+            names = [name for name in TOKEN_NAMES if name != TOKENIZER or not is_copy[name]]
+            document, templates = self._read_in_turn(folder, names, template)
         if templates and templates != base.chat_templates:
             self._templates.check(templates)
             document["chat_templates"] = templates
         return document
 
-    def _own_tokens(
-        self, files: Mapping[str, bytes], is_copy: Mapping[str, bool], config: dict[str, Json]
-    ) -> dict[str, Json]:
+    def _read_in_turn(
+        self, folder: AdapterFolder, names: Sequence[str], template: bytes | None
+    ) -> tuple[dict[str, Json], dict[str, str]]:
+        """What is not the base's, and the templates."""
+        with self._turns.own():
+            files = {name: data for name in names if (data := self._bytes(folder, name)) is not None}
+            config = json_object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
+            return self._own_tokens(files, config), _templates(template, config)
+
+    def _own_tokens(self, files: Mapping[str, bytes], config: dict[str, Json]) -> dict[str, Json]:
         base = self._base.tokenizer
         assert base is not None
         declared: list[tuple[int, AddedToken]] = []
-        if not is_copy.get(TOKENIZER, True):
+        if TOKENIZER in files:
             declared += self._declared(files[TOKENIZER])
         if ADDED_TOKENS in files:
             listed = json_object(files[ADDED_TOKENS], ADDED_TOKENS)
@@ -268,7 +279,7 @@ class AdapterTexts:
         return {"generation_config": defaults, **ends}
 
     def _bytes(self, folder: AdapterFolder, name: str) -> bytes | None:
-        most = MAX_TEMPLATE_BYTES if name == TEMPLATE else MAX_SMALL_BYTES
+        most = {TEMPLATE: MAX_TEMPLATE_BYTES, GENERATION_CONFIG: MAX_GENERATION_BYTES}.get(name, MAX_SMALL_BYTES)
         if name == TOKENIZER:
             most += MAX_BASE_SIZES * _size_of(self._directory / TOKENIZER)
         try:
@@ -279,6 +290,19 @@ class AdapterTexts:
     @staticmethod
     def _digest(data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
+
+    def _is_copy(self, folder: AdapterFolder, name: str) -> bool | None:
+        """Whether a file is the base's; None: there is none."""
+        try:
+            with folder.open(name) as file:
+                if file.size != _size_of(self._directory / name):
+                    return False
+                digest, piece = hashlib.sha256(), memoryview(bytearray(min(file.size, PIECE_BYTES)))
+                for start in range(0, file.size, PIECE_BYTES):
+                    digest.update(piece[: file.read_into(piece, start)])
+                return digest.digest() == self._base_digest(name)
+        except AdapterWeightsMissingError:
+            return None
 
     def _base_digest(self, name: str) -> bytes | None:
         if name not in self._base_digests:

@@ -265,7 +265,7 @@ def test_what_is_no_extension_is_refused_by_name(
         ("tokenizer.json", '{"x": "' + '\\"' * 2**20 + '"}', "a string without an end, or of more than 2097152"),
         ("tokenizer.json", '{"x": ' + "1" * 100 + "}", "is expected at character"),
         ("tokenizer_config.json", '{"x": [' + "[]," * 2**17 + "1]}", "has more than 131072 values"),
-        ("generation_config.json", '{"x": [' + "1," * 2**17 + "1]}", "has more than 131072 values"),
+        ("special_tokens_map.json", '{"x": [' + "1," * 2**17 + "1]}", "has more than 131072 values"),
         ("generation_config.json", '{"x": [' + ("9" * 4300 + ",") * 6 + "1]}", "has more than 1024 numbers of over 20"),
         (
             "tokenizer_config.json",
@@ -724,3 +724,45 @@ def test_few_threads_read_tokenizer_files_at_a_time(place: Place, monkeypatch: p
     for thread in threads:
         thread.join()
     assert most == [NUM_PARSING]
+
+
+def test_what_waits_for_its_turn_keeps_no_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """31 of a client's 32 loads kept theirs, up to 2 GB, and parsed the small ones all at once."""
+    place.add("<|new|>")
+    place.write("tokenizer_config.json", {"extra_special_tokens": ["<sql>"]})
+    was_read, read = list[str](), AdapterFolder.read
+
+    def noted(folder: AdapterFolder, name: str, max_bytes: int) -> bytes:
+        was_read.append(name)
+        return read(folder, name, max_bytes)
+
+    monkeypatch.setattr(AdapterFolder, "read", noted)
+    threads = [threading.Thread(target=place.read) for _ in range(4)]
+    turns = place.texts._turns
+    with turns.of("a"), turns.of("b"):
+        for thread in threads:
+            thread.start()
+        while len(turns._waiting) < len(threads):
+            time.sleep(0.001)
+        assert "tokenizer.json" not in was_read
+        assert "tokenizer_config.json" not in was_read
+    for thread in threads:
+        thread.join()
+    assert was_read.count("tokenizer.json") == len(threads)
+
+
+def test_copies_of_the_bases_files_wait_for_no_turn(place: Place) -> None:
+    turns = place.texts._turns
+    with turns.of("a"), turns.of("b"):
+        assert place.read() is None
+
+
+def test_a_file_as_long_as_the_bases_is_no_copy(place: Place) -> None:
+    place.write("tokenizer.json", "x" * (place.base_dir / "tokenizer.json").stat().st_size)
+    assert "tokenizer.json is not JSON" in place.reasons()[0]
+
+
+def test_sampling_defaults_are_a_short_file(place: Place) -> None:
+    place.write("generation_config.json", {"x": "y" * 2**16})
+    with pytest.raises(AdapterFileFormatError, match="at most 65536 are read"):
+        place.read()
