@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from loraplex.logs import RequestContext, request_context
 
 STUCK_S = 10.0
-"""A job that takes longer probably hangs, and does not count any more. One that is slow has company meanwhile."""
+"""A job that takes longer probably hangs, and does not count any more. One that is slow has company meanwhile,
+unless it says that it computes."""
 
 LOOK_S = 1.0
 """How often one that waits looks for others that hang."""
@@ -51,6 +52,10 @@ class _Turn:
     client: str
     began_s: float = 0.0
 
+    def computes(self) -> None:
+        """From here on it waits for nothing that may hang: it counts to its end."""
+        self.began_s = math.inf
+
 
 class FairTurns:
     """`num_turns` at a time, `most_of_a_client` of one; most_without_client: of what works for no request, if that is
@@ -65,13 +70,13 @@ class FairTurns:
         self._changed = threading.Condition()
 
     @contextmanager
-    def own(self, timeout_s: float = math.inf) -> Iterator[None]:
+    def own(self, timeout_s: float = math.inf) -> Iterator[_Turn]:
         """A turn of the client whose request this thread works for. Raises TimeoutError when it does not come."""
-        with self.of(own_client(), timeout_s):
-            yield
+        with self.of(own_client(), timeout_s) as turn:
+            yield turn
 
     @contextmanager
-    def of(self, client: str, timeout_s: float = math.inf) -> Iterator[None]:
+    def of(self, client: str, timeout_s: float = math.inf) -> Iterator[_Turn]:
         turn, until_s = _Turn(client), time.monotonic() + timeout_s
         with self._changed:
             self._waiting.append(turn)
@@ -87,7 +92,7 @@ class FairTurns:
             self._running.append(turn)
             self._changed.notify_all()
         try:
-            yield
+            yield turn
         finally:
             with self._changed:
                 self._running.remove(turn)

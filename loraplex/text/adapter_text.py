@@ -166,8 +166,9 @@ class AdapterTexts:
         self, folder: AdapterFolder, names: Sequence[str], template: bytes | None
     ) -> tuple[dict[str, Json], dict[str, str]]:
         """What is not the base's, and the templates."""
-        with self._turns.own():
+        with self._turns.own() as turn:
             files = {name: data for name in names if (data := self._bytes(folder, name)) is not None}
+            turn.computes()
             config = json_object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
             return self._own_tokens(files, config), _templates(template, config)
 

@@ -105,3 +105,15 @@ def test_a_turn_that_hangs_is_counted_no_more(monkeypatch: pytest.MonkeyPatch) -
         assert thread.is_alive(), "the one that hangs has its turn still"
     release.set()
     thread.join(60)
+
+
+def test_a_turn_that_computes_counts_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one beside it would make both slower."""
+    turns = FairTurns(1, 1)
+    monkeypatch.setattr(fair_turns, "STUCK_S", 0.0)
+    with turns.of("a") as turn:
+        turn.computes()
+        with pytest.raises(TimeoutError), turns.of("b", timeout_s=0.01):
+            pass
+    with turns.of("b", timeout_s=60):
+        pass

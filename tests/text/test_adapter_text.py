@@ -29,7 +29,7 @@ from loraplex.errors import (
     InvalidRequestError,
 )
 from loraplex.logs import RequestContext, request_context
-from loraplex.processes import bounded
+from loraplex.processes import bounded, fair_turns
 from loraplex.text import adapter_text, template_process
 from loraplex.text.adapter_text import MAX_ADDED_TOKENS, NUM_PARSING, AdapterTexts
 from loraplex.text.processor import InputProcessor, ModelLimits
@@ -766,3 +766,18 @@ def test_sampling_defaults_are_a_short_file(place: Place) -> None:
     place.write("generation_config.json", {"x": "y" * 2**16})
     with pytest.raises(AdapterFileFormatError, match="at most 65536 are read"):
         place.read()
+
+
+def test_a_long_parse_keeps_its_turn(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past 10 s it counted no more, and each of a flood of long files made all others longer."""
+    place.add("<|new|>")
+    own_tokens = place.texts._own_tokens
+
+    def while_parsing(*values: Any) -> Any:
+        with pytest.raises(TimeoutError), place.texts._turns.own(timeout_s=0.01):
+            pass
+        return own_tokens(*values)
+
+    monkeypatch.setattr(fair_turns, "STUCK_S", 0.0)
+    monkeypatch.setattr(place.texts, "_own_tokens", while_parsing)
+    assert place.read() is not None
