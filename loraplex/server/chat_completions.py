@@ -32,12 +32,12 @@ from loraplex.server.responses import (
 )
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import DONE, in_pieces, sse
-from loraplex.text.tools.answer import AnswerDelta
+from loraplex.text.tools.answer import AnswerDelta, AnswerParser
 from loraplex.text.tools.json_calls import CallDelta
 from loraplex.text.tools.wanted import AnswerReading
 
-WORK_OF_PARSERS = 4
-"""Of a token whose text is read for calls or thoughts."""
+WORK_OF_PARSERS, WORK_OF_HELD = 4, 2
+"""Of a token whose text is read for calls or thoughts; and more for each character that it may have parsed at once."""
 
 
 class ChatRenderer:
@@ -52,8 +52,11 @@ class ChatRenderer:
         self._cursors = [Cursor() for _ in range(request.n)]
         self._thoughts = ["" for _ in range(request.n)]  # held until they are over, without stream_reasoning
         self._parsers = [reading.new_parser() for _ in range(request.n)]
-        self.work_a_token = WORK_OF_PARSERS if any(self._parsers) else 1
         self._usage = UsageCounter(shows_cached=generation.shows_cached_tokens)
+
+    @property
+    def work_a_token(self) -> int:
+        return max(map(work_of, self._parsers))
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         """`outputs` has the last output of the one prompt."""
@@ -189,6 +192,10 @@ class ChatRenderer:
             return None
         known = [candidates for candidates in delta.logprobs if candidates is not None]
         return chat_logprobs(delta.token_ids, known, self._request.top_logprobs, self._texts, room)
+
+
+def work_of(parser: AnswerParser | None) -> int:
+    return 1 if parser is None else WORK_OF_PARSERS + WORK_OF_HELD * parser.num_held
 
 
 def _call_delta(call: CallDelta, room: AnswerRoom) -> ToolCallDelta:

@@ -60,13 +60,16 @@ LONG_ANSWER = 4096
 
 
 class Renderer(Protocol):
-    """Turns outputs of the engine into the bytes of an answer. work_a_token: of one, over what a plain text takes.
+    """Turns outputs of the engine into the bytes of an answer. work_a_token: of the next one, over what a plain text
+    takes.
 
     failure: what a stream says of an error; end: what its last bytes are, whatever came before.
     """
 
-    work_a_token: int
     end: bytes
+
+    @property
+    def work_a_token(self) -> int: ...
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes: ...
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from loraplex.server import ServerConfig, create_app
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer
+from loraplex.text.tools import pythonic
+from tests.server.conftest import client_of
 from tests.server.sse import content_of, events
 
 URL = "/v1/chat/completions"
@@ -220,3 +225,40 @@ async def test_a_message_without_content_is_refused(client: httpx.AsyncClient, m
 async def test_messages_that_say_nothing_may(client: httpx.AsyncClient, message: dict[str, Any]) -> None:
     answer = await chat(client, messages=[*HI, message])
     assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(("num_streams", "n"), [(4, 1), (1, 8)])
+async def test_calls_that_end_together_are_not_parsed_together(
+    engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch, num_streams: int, n: int
+) -> None:
+    """In one turn of the event loop: a long one takes 0.02 s, and 25 of them, of a token each, half a second."""
+    engine.reply = f"[add(a=[{'1,' * 190}])]"
+    engine.hold(after_tokens=len(engine.reply) - 3)
+    parsed_in, call_of, num_turns = list[Any](), pythonic._call_of, 0
+
+    def noted(text: str) -> tuple[str, str] | None:
+        own_thread = threading.get_ident()
+        parsed_in.append(num_turns if own_thread == loop_thread else f"thread {own_thread}")
+        return call_of(text)
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(pythonic, "_call_of", noted)
+    loop_thread, counting = threading.get_ident(), asyncio.ensure_future(count_turns())
+    fields = {"model": "base", "messages": HI, "tools": [TOOL], "stream": True, "n": n}
+    app = create_app(engine, ServerConfig(tool_call_parser="pythonic"))
+    async with client_of(app) as client, asyncio.timeout(10):
+        streams = [asyncio.ensure_future(client.post(URL, json=fields)) for _ in range(num_streams)]
+        while engine._num_steps < num_streams * (len(engine.reply) - 3):
+            await asyncio.sleep(0.001)
+        engine.resume()
+        answers = await asyncio.gather(*streams)
+    counting.cancel()
+    assert all(each.content.count(b'"name":"add"') == n for each in answers)
+    assert len(parsed_in) == num_streams * n
+    in_loop = [each for each in parsed_in if isinstance(each, int)]
+    assert len(set(in_loop)) == len(in_loop)

@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 
 from loraplex.core import CompletionOutput, RequestOutput
-from loraplex.server.chat_completions import WORK_OF_PARSERS, new_call_id
+from loraplex.server.chat_completions import WORK_OF_PARSERS, new_call_id, work_of
 from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.responses import AnswerRoom, UsageCounter, written_text
@@ -128,7 +128,10 @@ class PartsRenderer(ABC):
         self._parser = reading.new_parser()
         self._cursor = Cursor()
         self.num_thought_tokens = 0
-        self.work_a_token = WORK_OF_PARSERS
+
+    @property
+    def work_a_token(self) -> int:
+        return max(WORK_OF_PARSERS, work_of(self._parser))
 
     @abstractmethod
     def opening(self) -> Iterator[bytes]:

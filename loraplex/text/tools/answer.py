@@ -125,6 +125,11 @@ class AnswerParser:
         self._is_behind_thoughts = False
         self.num_calls = 0
 
+    @property
+    def num_held(self) -> int:
+        """Characters that one more may have parsed at once."""
+        return self._calls.num_held if isinstance(self._calls, PythonicCalls) else 0
+
     def feed(self, text: str, is_last: bool) -> AnswerDelta:
         """What is new, by its kind."""
         content: list[str] = []

@@ -46,6 +46,11 @@ class PythonicCalls:
         self._quote = ""
         self._is_escaped = self._has_begun = self._is_content = self._is_over = False
 
+    @property
+    def num_held(self) -> int:
+        """Characters of a call that is parsed, all at once, when its last one is there."""
+        return 0 if self._is_content or self._is_over else self._num_chars
+
     def feed(self, text: str, is_last: bool) -> Iterator[Part]:
         at = 0
         while at < len(text) and not self._is_content:
