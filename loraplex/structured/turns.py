@@ -7,10 +7,11 @@ mask; its next one is compiled when one of these is used, or its request has end
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -34,7 +35,6 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    future: Future[Any]
     is_there: Callable[[], bool]
     make: Callable[[], Any]
 
@@ -43,7 +43,7 @@ class CompileTurns:
     """Any thread may call it."""
 
     def __init__(self) -> None:
-        self._queues: dict[Hashable, deque[_Work]] = {}
+        self._queues: dict[Hashable, OrderedDict[Future[Any], _Work]] = {}
         self._ahead: dict[Hashable, WeakSet[Ahead]] = {}
         self._compiling: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
@@ -59,9 +59,20 @@ class CompileTurns:
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         with self._lock:
-            self._queues.setdefault(client, deque()).append(_Work(future, is_there, make))
+            self._queues.setdefault(client, OrderedDict())[future] = _Work(is_there, make)
+        future.add_done_callback(partial(self._take_out, client))
         self._begin_next()
         return future
+
+    def _take_out(self, client: Hashable, future: Future[Any]) -> None:
+        """What is cancelled leaves at once with all that it holds: those before it may wait for long."""
+        if not future.cancelled():
+            return
+        with self._lock:
+            queue = self._queues.get(client, OrderedDict())
+            queue.pop(future, None)
+            if not queue:
+                self._queues.pop(client, None)
 
     def note(self, client: Hashable, ahead: Ahead) -> None:
         with self._lock:
@@ -89,11 +100,12 @@ class CompileTurns:
             while self._queues and self._compiling.total() < NUM_COMPILE_THREADS and num_looks < NUM_LOOKS:
                 client = next(iter(self._queues))
                 queue = self._queues.pop(client)
-                if queue[0].future.cancelled() or self._may_begin(client, queue[0]):
-                    work = queue.popleft()
-                    if work.future.set_running_or_notify_cancel():
+                future, work = next(iter(queue.items()))
+                if future.cancelled() or self._may_begin(client, work):
+                    del queue[future]
+                    if future.set_running_or_notify_cancel():
                         self._compiling[client] += 1
-                        self._threads.submit(self._run, client, work)
+                        self._threads.submit(self._run, client, future, work.make)
                 else:
                     num_looks += 1
                 if queue:
@@ -108,10 +120,10 @@ class CompileTurns:
         share = max(1, MAX_AHEAD // (len({*num, *self._queues, client}) + 1))
         return (num.get(client, 0) < share and sum(num.values()) < 2 * MAX_AHEAD) or work.is_there()
 
-    def _run(self, client: Hashable, work: _Work) -> None:
+    def _run(self, client: Hashable, future: Future[Any], make: Callable[[], Any]) -> None:
         try:
-            work.future.set_result(work.make())
+            future.set_result(make())
         except BaseException as error:
-            work.future.set_exception(error)
+            future.set_exception(error)
         finally:
             self._begin_next(client)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
+from weakref import ref
 
 import pytest
 
@@ -124,3 +125,17 @@ def test_what_is_cancelled_leaves(turns: CompileTurns) -> None:
     turns.poll()
     assert not turns.is_busy
     assert not turns._queues
+
+
+def test_what_is_cancelled_holds_nothing_behind_one_that_waits(turns: CompileTurns) -> None:
+    """A client that asked and left, again and again, filled the memory with what it had asked."""
+    ahead = add(turns, "a", 100)  # more than may be ahead: one of them is the first that waits
+    settle(turns)
+
+    def asked() -> ref[Ahead]:
+        form = Ahead()
+        assert turns.add("a", lambda: False, lambda: form).cancel()
+        return ref(form)
+
+    assert [each() for each in [asked() for _ in range(20)]] == [None] * 20
+    assert 0 < num_made(ahead) < 100, "the first of those before them waits"
