@@ -135,9 +135,14 @@ def mix_digest(mix: Sequence[MixPart]) -> str:
     return "+".join(f"{float(part.weight).hex()}*{part.adapter_digest}" for part in mix)
 
 
+def contents_of(adapter_digest: str) -> frozenset[str]:
+    """The digests of the adapters whose `adapter_digest` it is, of one or of a mix."""
+    return frozenset(part.rpartition("*")[2] for part in adapter_digest.split("+"))
+
+
 def has_content(adapter_digest: str, content: str) -> bool:
     """Whether `content` is an adapter's digest that `adapter_digest`, of an adapter or a mix, is or contains."""
-    return any(part.rpartition("*")[2] == content for part in adapter_digest.split("+"))
+    return content in contents_of(adapter_digest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from loraplex.core import has_content
+from loraplex.core import contents_of
 
 
 def root_key(adapter_digest: str, cache_salt: str) -> bytes:
@@ -44,6 +44,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._entry_of: dict[int, tuple[bytes, str]] = {}
         self._blocks_of_digest: dict[str, set[int]] = {}
+        self._digests_with: dict[str, set[str]] = {}  # by content: its own, and those of mixes with it
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -61,7 +62,11 @@ class PrefixCache:
         self.forget(kv_block)
         self._block_of[key] = kv_block
         self._entry_of[kv_block] = (key, adapter_digest)
-        self._blocks_of_digest.setdefault(adapter_digest, set()).add(kv_block)
+        if adapter_digest not in self._blocks_of_digest:
+            self._blocks_of_digest[adapter_digest] = set()
+            for content in contents_of(adapter_digest):
+                self._digests_with.setdefault(content, set()).add(adapter_digest)
+        self._blocks_of_digest[adapter_digest].add(kv_block)
         return True
 
     def forget(self, kv_block: int) -> None:
@@ -74,6 +79,10 @@ class PrefixCache:
         blocks.discard(kv_block)
         if not blocks:
             del self._blocks_of_digest[adapter_digest]
+            for content in contents_of(adapter_digest):
+                self._digests_with[content].discard(adapter_digest)
+                if not self._digests_with[content]:
+                    del self._digests_with[content]
 
     def rename(self, kv_block: int, new_block: int) -> None:
         """What `kv_block` holds, if it is cached, is in `new_block` now."""
@@ -84,16 +93,19 @@ class PrefixCache:
 
     def drop_digest(self, adapter_digest: str) -> list[int]:
         """Forget every block of an adapter's content, alone or in a mix; returns them."""
-        digests = [each for each in self._blocks_of_digest if has_content(each, adapter_digest)]
+        digests = self._digests_with.get(adapter_digest, ())
         blocks = [kv_block for each in digests for kv_block in self._blocks_of_digest[each]]
         for kv_block in blocks:
             self.forget(kv_block)
         return blocks
 
     def check_integrity(self) -> None:
-        """Assert that the three maps say the same."""
+        """Assert that the maps say the same."""
         assert len(self._block_of) == len(self._entry_of)
         for kv_block, (key, adapter_digest) in self._entry_of.items():
             assert self._block_of[key] == kv_block
             assert kv_block in self._blocks_of_digest[adapter_digest]
         assert sum(map(len, self._blocks_of_digest.values())) == len(self._entry_of)
+        pairs = {(content, each) for each in self._blocks_of_digest for content in contents_of(each)}
+        assert {(content, each) for content, some in self._digests_with.items() for each in some} == pairs
+        assert all(self._digests_with.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +98,33 @@ class TestPrefixKeys:
         assert cache.find(b"k") == 1
         assert cache.drop_digest("d") == [1]
         assert cache.find(b"k") is None
+        cache.check_integrity()
+
+    def test_a_dropped_content_takes_its_mixes_along_and_looks_at_no_others(self) -> None:
+        """There may be as many mixes as blocks: their weights are any numbers of a client."""
+        num_looks = 0
+
+        class Digest(str):
+            __slots__ = ()
+
+            def split(self, *args: Any) -> list[str]:
+                nonlocal num_looks
+                num_looks += 1
+                return super().split(*args)
+
+        cache = PrefixCache()
+        for number in range(100):
+            assert cache.publish(b"other %d" % number, number, Digest(f"{number}*one+1*two"))
+        for number, digest in enumerate(("three", "1*three+1*one", "1*one+1*three", "2*three+1*three", "4*four"), 100):
+            assert cache.publish(b"%d" % number, number, digest)
+        num_looks = 0
+        assert sorted(cache.drop_digest("three")) == [100, 101, 102, 103]
+        assert cache.drop_digest("three") == []
+        assert not num_looks
+        cache.check_integrity()
+        assert len(cache.drop_digest("one")) == 100
+        assert cache.drop_digest("four") == [104]
+        assert not len(cache)
         cache.check_integrity()
 
 
