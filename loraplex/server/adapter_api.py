@@ -339,9 +339,8 @@ class AdapterRoutes:
         result = None if body.version is None else await self._engine.on_registry(LoRARegistry.move, name, body.version)
         if result is not None and body.lora_int_id is None:
             return result
-        ref = (await self._engine.on_registry(LoRARegistry.describe, name)).ref
-        adopted = await self._engine.on_registry(LoRARegistry.load, name, ref.lora_path, lora_int_id=body.lora_int_id)
-        return adopted if result is None else replace(result, ref=adopted.ref)
+        numbered = await self._engine.on_registry(LoRARegistry.give_number, name, body.lora_int_id)
+        return numbered if result is None else replace(result, ref=numbered.ref)
 
     @requires(Access.OWN_LOADING)
     async def rollback(self, name: str, request: Request) -> Response:

@@ -190,6 +190,24 @@ def test_a_number_is_adopted_kept_by_a_reload_and_freed_by_unload(bench: Bench) 
     assert bench.registry.load("other", "/other", lora_int_id=7).ref.lora_int_id == 7
 
 
+def test_a_number_is_given_to_what_is_loaded_and_nothing_is_loaded_for_it(bench: Bench) -> None:
+    bench.registry.load("sql", "/sql")
+    bench.registry.load("chat", "/chat", lora_int_id=8)
+    for lora_int_id in (None, 7, 7, None):
+        given = bench.registry.give_number("sql", lora_int_id)
+        assert (given.status, given.ref) == (LoadStatus.ALREADY_LOADED, bench.registry.resolve("sql"))
+    assert bench.registry.lora_int_ids() == {7: "sql", 8: "chat"}
+    for name, number in (("sql", 9), ("sql", 8), ("chat", 7)):
+        with pytest.raises(AdapterConflictError):
+            bench.registry.give_number(name, number)
+    with pytest.raises(InvalidRequestError):
+        bench.registry.give_number("sql", 0)
+    bench.registry.unload("sql")
+    with pytest.raises(AdapterNotFoundError):
+        bench.registry.give_number("sql", 9)
+    assert (bench.registry.names(), bench.sources.num_opened) == (("chat",), {"/sql": 1, "/chat": 1})
+
+
 def test_a_number_that_comes_with_a_failed_reload_goes_with_it(bench: Bench) -> None:
     bench.registry.load("sql", "/sql")
     bench.store.faults.errors["add"] = AdapterNoRoomError("no room")

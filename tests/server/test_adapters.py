@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from loraplex.adapters.registry import LoRARegistry
 from loraplex.errors import (
     AdapterPathNotFoundError,
     AdapterTruncatedError,
@@ -284,6 +285,25 @@ async def test_put_gives_a_number(client: httpx.AsyncClient) -> None:
     assert (await client.put("/v1/adapters/sql", json={"lora_int_id": 4})).json()["lora_int_id"] == 4
     assert (await client.put("/v1/adapters/sql", json={"lora_int_id": 5})).status_code == 400
     assert (await client.put("/v1/adapters/chat", json={"lora_int_id": 4})).status_code == 400
+
+
+@pytest.mark.parametrize("body", [{"lora_int_id": 4}, {"is_pinned": True}])
+async def test_put_without_a_path_loads_nothing_that_is_unloaded_meanwhile(
+    engine: FakeAsyncEngine, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """What bounds loads is not asked by it: the tenant's quota, its roots, the turns of what opens files."""
+    on_registry = engine.on_registry
+
+    async def too_late(verb: Any, *args: Any, **kwargs: Any) -> Any:
+        if verb is not LoRARegistry.describe:
+            monkeypatch.setattr(engine, "on_registry", on_registry)
+            await on_registry(LoRARegistry.unload, "sql")
+        return await on_registry(verb, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "on_registry", too_late)
+    response = await client.put("/v1/adapters/sql", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "adapter_not_found")
+    assert await names_of(client) == ["chat"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 
 from loraplex.adapter_store import AdapterStore
+from loraplex.adapters.registry.adapter_name import check_lora_int_id
 from loraplex.adapters.registry.drain import Drain
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, Verb
@@ -54,6 +55,15 @@ class AdapterLoader:
         """
         with self._names.alone_on(wish.name):
             return self._load_in_turn(wish)
+
+    def give_number(self, name: str, lora_int_id: int | None) -> LoadResult:
+        """As LoRARegistry.give_number. A name that is unloaded meanwhile is not found: nothing is loaded by this."""
+        check_lora_int_id(name, lora_int_id)
+        with self._names.alone_on(name), self._names.change() as table:
+            answering = table.loaded(LoadWish(name, table.own(name).ref.lora_path, lora_int_id))
+        assert answering is not None, "what is loaded from this path answers"
+        self._names.settle()
+        return LoadResult(LoadStatus.ALREADY_LOADED, answering.ref)
 
     def _load_in_turn(self, wish: LoadWish) -> LoadResult:
         may_share = not wish.load_inplace

@@ -260,6 +260,10 @@ class LoRARegistry:
             self._names.check_known(found, wish.name)
             return LoadResult(LoadStatus.ALREADY_LOADED, found.ref)
 
+    def give_number(self, name: str, lora_int_id: int | None) -> LoadResult:
+        """Of what is loaded under `name` itself, if it has none; opens no file. Raises AdapterConflictError."""
+        return self._loader.give_number(name, lora_int_id)
+
     def clone(
         self,
         name: str,
@@ -399,9 +403,8 @@ class LoRARegistry:
         load_inplace: bool = False,
         check_size: Callable[[int], None] | None = None,
     ) -> Steps[SwitchResult]:
-        """Load `new` if it is unknown, promote it, then let it answer for `old` too.
-
-        `old` leaves the device after its last request.
+        """Load `new` if it is unknown, promote it, then let it answer for `old` too, which leaves the device after its
+        last request.
 
         An idle `old` is evicted first when there is no room beside it. From then on `old` is an alias
         (`describe(old).alias_of == new`) that keeps its own version loaded, so that `switch(new, old)` is as quick. An
