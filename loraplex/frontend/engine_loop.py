@@ -14,10 +14,12 @@ import queue
 import time
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import zmq
 
+from loraplex.adapter_store import AdapterStore
 from loraplex.core import AdapterSpec, FinishReason, TokenOutput
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import EngineError, LoraplexError
@@ -41,6 +43,8 @@ QUICK_VERBS = frozenset({"drop_adapter", "evict_adapter", "unpin_adapter"})
 
 IN_THE_LOOP = frozenset({"attach_adapters", "abort_adapter", "check_pins", "list_adapters", "set_quotas"})
 """They wait for nothing, or end requests, which only the loop may."""
+
+OPEN_ADAPTER = signature(AdapterStore.open_adapter)
 
 MAX_MESSAGES_A_STEP = 256
 """Read between two steps: however many come, requests that run go on."""
@@ -190,7 +194,7 @@ class EngineProcess:
             threads = self._quick_verbs if message.method in QUICK_VERBS else self._loads
             tenant = self._tenant_of(message.arguments[0])
             if message.method == "open_adapter":  # of files that no request waits for: pins and loads go beside them
-                threads, tenant = self._opens, message.arguments[-1]
+                threads, tenant = self._opens, OPEN_ADAPTER.bind(None, *message.arguments).arguments["tenant"]
             threads.submit(partial(self._answer, message.call_id, verb), tenant)
 
     def _tenant_of(self, argument: AdapterSpec | int | str) -> str:
