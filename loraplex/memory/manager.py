@@ -407,12 +407,12 @@ class LoRAModelManager:
         with self._residency.held():
             known = self._residency.known_locked()
             asked = known if adapter_ids is None else adapter_ids
+
+            def resting_tier_locked(weights: StoredWeights) -> Tier:
+                return self._residency.resting_tier_locked(weights)
+
             return [
-                residency_of(
-                    each,
-                    self._residency.resting_tier_locked(each.weights),
-                    self._recovery.state_of(each.weights.digest),
-                )
+                residency_of(each, resting_tier_locked, self._recovery.state_of(each.weights.digest))
                 for each in filter(None, map(known.get, asked))
             ]
 

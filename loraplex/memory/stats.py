@@ -157,14 +157,16 @@ _TIERS = {
 }
 
 
-def residency_of(adapter: StoredAdapter, resting_tier: Tier, fault: str | None) -> AdapterResidency:
+def residency_of(
+    adapter: StoredAdapter, resting_tier: Callable[[StoredWeights], Tier], fault: str | None
+) -> AdapterResidency:
     """resting_tier: what has a content that no kernel could read. fault: why it is quarantined."""
     weights = adapter.weights
     error = None if weights.failed_job is None else weights.failed_job.error_of(adapter)
     is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)
     return AdapterResidency(
         adapter_id=adapter.adapter_id,
-        tier=resting_tier if is_out else _TIERS[weights.state],
+        tier=resting_tier(weights) if is_out else _TIERS[weights.state],
         lora_slot=weights.lora_slot if weights.is_on_device else None,
         nbytes=adapter.spec.nbytes if weights.layout is None else weights.nbytes,
         num_running=adapter.num_running,

@@ -199,6 +199,24 @@ def test_many_names_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(NameQuery(prefix="b", is_sorted=True).of(names)) == []
 
 
+async def test_the_engine_is_asked_for_few_more_than_a_short_page_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of one adapter made it look at 2,048 names between two steps."""
+    asked: list[int] = []
+    list_adapters = FakeAdapterStore.list_adapters
+
+    def counted(store: FakeAdapterStore, adapter_ids: Sequence[int]) -> Sequence[AdapterResidency]:
+        asked.append(len(adapter_ids))
+        return list_adapters(store, adapter_ids)
+
+    monkeypatch.setattr(FakeAdapterStore, "list_adapters", counted)
+    engine = FakeAsyncEngine({f"a{number:03d}": f"/adapters/{number}" for number in range(200)})
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        assert len((await client.get("/v1/adapters?limit=1")).json()["data"]) == 1
+        assert asked == [64]
+        assert len((await client.get("/v1/adapters")).json()["data"]) == 200
+        assert asked == [64, 64, 128, 8]
+
+
 @pytest.mark.parametrize("order", ["bytes", "last_used", "requests"])
 async def test_an_order_of_values_has_the_most_first_and_pages(engine: FakeAsyncEngine, order: str) -> None:
     assert engine.registry is not None

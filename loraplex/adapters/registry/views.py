@@ -16,8 +16,9 @@ from loraplex.core import AdapterResidency, Tier
 SORTED_AT_ONCE = 4096
 """A call that sorts 200,000 names keeps all other threads waiting for 0.2 s."""
 
-NAMES_AT_ONCE = 2048
-"""The store is asked for so many names at a time: one answer for all would hold up its steps."""
+NAMES_AT_FIRST, NAMES_AT_ONCE = 64, 2048
+"""The store is asked for so many names at a time, first few and then twice as many each time: one answer for all would
+hold up its steps, and a caller may want a short page alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,9 @@ class Views:
         with self._lock:
             names = list(self._table.current)
         found = query.of(names)
-        while some := list(itertools.islice(found, NAMES_AT_ONCE)):
+        num_names = min(NAMES_AT_FIRST, NAMES_AT_ONCE)
+        while some := list(itertools.islice(found, num_names)):
+            num_names = min(2 * num_names, NAMES_AT_ONCE)
             residency = self._residency(some)
             for name in some:
                 with self._lock:  # for one name at a time: requests take it too

@@ -583,7 +583,7 @@ class WeightStore:
         compressed, disk = self.tiers.compressed, self.tiers.disk
         if compressed is not None and compressed.get(weights.digest) is not None:
             return Tier.HOST
-        return Tier.DISK if disk is not None and disk.has(weights.digest) else Tier.SOURCE
+        return Tier.DISK if disk is not None and disk.lists(weights.digest) else Tier.SOURCE
 
     def report(self) -> MemoryReport:
         with self._lock:

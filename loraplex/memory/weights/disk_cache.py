@@ -154,6 +154,12 @@ class DiskCache:
         """Whether there is a file; whether it is good shows when it is read."""
         return self._is_file(self._found(digest))
 
+    def lists(self, digest: str) -> bool:
+        """As `has`, without a look at the disk for a file that is in the books: a list asks of many, between two steps.
+        One that another process deleted is there until the next look."""
+        names = (self._normed(digest), digest)
+        return any(str(self._file(name)) in self._files for name in names) or any(map(self._is_file, names))
+
     def read_layout(self, digest: str, on_damage: Callable[[], None] = lambda: None) -> StoredLayout | None:
         """None when there is no good file; one that is damaged is deleted, and then `on_damage` is called."""
         stored: list[StoredLayout] = []

@@ -34,7 +34,7 @@ from loraplex.memory.weights.disk_file import DamagedFileError, parse_layout
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout, Packer
 from tests.kernels.cases import BACKENDS
 from tests.memory.gains import make_dora, make_ia3
-from tests.memory.rig import BASE, BASE_BIAS, BASE_WEIGHTS, CPU, TARGETS, FakeBase, FakeClock, make_model
+from tests.memory.rig import BASE, BASE_BIAS, BASE_WEIGHTS, CPU, TARGETS, FakeBase, FakeClock, Rig, make_model
 
 FORM = "reference rows.1 float32 0123abcd"
 DIGEST = "ab12" * 16
@@ -232,7 +232,29 @@ def test_drop_and_misses(tmp_path: Path) -> None:
     assert cache.drop(DIGEST)
     assert cache.read_layout(DIGEST) is None
     cache.check_integrity()
+    assert not cache.lists(DIGEST)
     assert (cache.stats().used_bytes, cache.stats().num_files, cache.stats().num_misses) == (0, 0, 2)
+
+
+def test_a_list_of_adapters_looks_at_no_file_that_is_in_the_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine makes it between two steps, of many."""
+    packer = Packer(TARGETS, BACKENDS[0], torch.float32, BASE)
+    cache, rig = DiskCache(tmp_path, ROOM, FORM, packer.check_layout), Rig(num_device=4, num_host=4)
+    rig.manager._tiers.disk = cache
+    rig.manager.attach_adapters([rig.spec(adapter_id) for adapter_id in (1, 2, 3)])
+    for adapter_id in (1, 2):
+        rig.acquire(adapter_id)
+        rig.manager.release(adapter_id)
+    for _ in range(2):
+        rig.manager.evict_adapter(2)
+    looks: list[str] = []
+    monkeypatch.setattr(DiskCache, "_is_file", lambda cache, name: bool(looks.append(name)))
+    tiers = [each.tier for each in rig.manager.list_adapters([1, 2])]
+    assert (tiers, looks) == (["device", "disk"], [])
+    assert [each.tier for each in rig.manager.list_adapters([3])] == ["source"]
+    assert looks, "another process may have written it"
 
 
 @pytest.mark.parametrize("digest", ["", "..", "../x", "AB", "a/b", "a" * 129, "d1\n", "size"])
