@@ -14,6 +14,10 @@ of them at most, and every HURRY_STEPS steps, so that it costs no more than 1 / 
 So a level of priority is worth PRIORITY_STEPS steps of waiting, within the tenant: no request starves, and none of
 another tenant comes later. With one tenant and one priority the order is that of arrival.
 
+Each content that is asked for in a step and lacks room costs a walk through the memory. After MAX_LACKING of them in a
+step a tenant's other lines are asked in the next steps, before those that were (`_Line.round`), and of a tenant that
+comes after that, one in a step.
+
 What a request waits for is kept in two places. `_Content.cause`: what its adapters were last found to wait for.
 `_Line.passed`: up to which rank of the line others went past, since which step; a request that none went past waits for
 a seat. A head was passed before those behind it, and came before them, so it is the line's furthest behind.
@@ -37,6 +41,9 @@ ContentKey = int | tuple[MixPart, ...] | None
 
 MAX_PASSED = 16
 """Requests in a step whose prompts' log probabilities have no room in it."""
+
+MAX_LACKING = 64
+"""Contents in a step that were asked for and lack room."""
 
 HURRY_STEPS = 8
 
@@ -67,13 +74,14 @@ class _Line:
     """Requests of one tenant, priority and content, by order of arrival.
 
     passed: (rank, step), both growing: requests before the rank were first passed in the step. counted: cause and
-    length, as in the queue's counts.
+    length, as in the queue's counts. round: in which of its tenant it is asked next; nearly always there is one.
     """
 
-    __slots__ = ("content", "counted", "key", "lacks_room", "lane", "members", "passed")
+    __slots__ = ("content", "counted", "key", "lacks_room", "lane", "members", "passed", "round")
 
     def __init__(self, lane: _Lane, content: _Content, key: object) -> None:
         self.lane = lane
+        self.round = lane.round
         self.content = content
         self.key = key  # None: a line of its own
         self.members: OrderedDict[int, RequestState] = OrderedDict()
@@ -84,6 +92,11 @@ class _Line:
     @property
     def head(self) -> RequestState:
         return next(iter(self.members.values()))
+
+    @property
+    def place(self) -> tuple[int, Rank]:
+        """By which a tenant's lines are ordered: the least is next."""
+        return self.round, self.head.rank
 
     @property
     def last(self) -> RequestState:
@@ -104,13 +117,13 @@ class _Line:
 
 
 class _Lane:
-    """A tenant's lines, and which heads wait for room."""
+    """A tenant's lines, and which heads wait for room. round: of the line that was looked at last."""
 
-    __slots__ = ("lines", "num_waiting", "room", "share")
+    __slots__ = ("lines", "num_waiting", "room", "round", "share")
 
     def __init__(self, share: TenantShare) -> None:
         self.share = share
-        self.num_waiting = 0
+        self.num_waiting = self.round = 0
         self.lines: KeyedHeap[_Line] = KeyedHeap()
         self.room = _RoomWaiters()
 
@@ -277,7 +290,7 @@ class WaitingQueue:
         line.members[state.arrival_index] = state
         line.lane.num_waiting += 1
         if len(line.members) == 1:
-            line.lane.lines.put(line, state.rank)
+            line.lane.lines.put(line, line.place)
         self._weigh(line.lane)
         self._count(line)
 
@@ -288,7 +301,7 @@ class WaitingQueue:
         if not line.members:
             self._close(line)
         elif is_head:
-            line.lane.lines.put(line, line.head.rank)
+            line.lane.lines.put(line, line.place)
             self._weigh(line.lane)
             self._look(line)
         else:
@@ -405,7 +418,7 @@ class WaitingQueue:
             assert line.members, "a line is empty"
             assert list(line.members) == sorted(line.members), "a line is out of order"
             assert line in line.lane.lines
-            assert line.lane.lines.key(line) == line.head.rank
+            assert line.lane.lines.key(line) == line.place
             is_room = line.cause_of(line.head) is WaitsFor.ROOM
             assert (line.lacks_room is line.head) == is_room
         assert len(self._urgent_at) == sum(lane in self._urgent_at for lane in self._lanes.values())
@@ -476,6 +489,9 @@ class Admission:
         self._reached: dict[_Lane, Rank | None] = {}  # those before it were looked at; None: all
         self._blocked: list[tuple[_Line, bool]] = []
         self._num_passed = 0
+        self._whole: set[_Lane] = set()  # all lines of these were looked at
+        self._asked: set[_Content] = set()  # and lack room
+        self._lacking: dict[_Lane, list[_Line]] = {}  # of these
         self._is_short = False
 
     def next(self) -> RequestState | None:
@@ -488,12 +504,13 @@ class Admission:
         while (lane := queue._least_served()) is not None:
             line = lane.lines.first()
             if line is not None and not (self._is_short and lane.share.num_running):
-                self._reached[lane] = line.head.rank
+                lane.round, rank = line.round, line.head.rank
+                self._reached[lane] = max(rank, self._reached.get(lane) or rank)
                 return line.head
             if line is None:
                 self._reached[lane] = None
-            queue._order.discard(lane)
-            self._empty.append(lane)
+                self._whole.add(lane)
+            self._end(lane)
         return None
 
     def hurry(self) -> None:
@@ -516,7 +533,9 @@ class Admission:
         """Nor do others of its tenant."""
         if self._called and self._called[0] is state:
             self._called.popleft()
-        lane = self._queue._line_of[state].lane
+        self._end(self._queue._line_of[state].lane)
+
+    def _end(self, lane: _Lane) -> None:
         self._queue._order.discard(lane)
         self._empty.append(lane)
 
@@ -525,6 +544,18 @@ class Admission:
         line, is_called = self._set_aside(state)
         self._blocked.append((line, is_called))
         self._queue.found(line, cause)
+        if cause is WaitsFor.ROOM and not is_called:
+            self._asked.add(line.content)
+            self._lacking.setdefault(line.lane, []).append(line)
+            if len(self._asked) >= MAX_LACKING:
+                self._ask_later(line.lane)
+
+    def _ask_later(self, lane: _Lane) -> None:
+        """The next look at the tenant begins behind what was found to lack room in this one."""
+        self._reached[lane] = None
+        for line in self._lacking[lane]:
+            line.round = lane.round + 1
+        self._end(lane)
 
     def _set_aside(self, state: RequestState) -> tuple[_Line, bool]:
         is_called = bool(self._called) and self._called[0] is state
@@ -542,7 +573,9 @@ class Admission:
             line.let_pass(None if is_called else self._reached[line.lane], self._step_id)
             queue._look(line)
         for line in self._aside:
-            line.lane.lines.put(line, line.head.rank)
+            if line.lane in self._whole:
+                line.round = line.lane.round
+            line.lane.lines.put(line, line.place)
             queue._weigh(line.lane)
         for lane in self._empty:
             if lane.num_waiting:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loraplex.core import WaitsFor
 from loraplex.engine.schedule_plan import PRIORITY_STEPS, SampledToken, SchedulePlan
+from loraplex.engine.waiting.queue import MAX_LACKING
 from loraplex.sampling_params import Claim
 from tests.engine.slow_queue import SlowQueue
 from tests.engine.test_scheduler import EOS, Harness, ran
@@ -111,6 +112,9 @@ class CountingHarness(Harness):
     """Counts how many waiting requests a step looks at."""
 
     def num_looked_at(self) -> int:
+        return len(self.looked_at())
+
+    def looked_at(self) -> list[str]:
         queue: Any = self.scheduler._waiting
         asked = list[str]()
         original = self.residency.try_acquire
@@ -118,7 +122,7 @@ class CountingHarness(Harness):
         self.step()
         self.residency.try_acquire = original  # type: ignore[method-assign]
         assert len(queue) > 500
-        return len(asked)
+        return asked
 
 
 def test_a_step_asks_once_for_each_content_however_many_wait() -> None:
@@ -130,6 +134,69 @@ def test_a_step_asks_once_for_each_content_however_many_wait() -> None:
     harness.scheduler.abort("0")
     assert harness.num_looked_at() <= 5  # a seat is free: the next of adapter 1, and one for each other adapter
     assert harness.scheduler.waiting_by_cause()["room"] > 600
+
+
+class TestManyThatLackRoom:
+    """Each answer costs a walk through the memory: with 4,000 distinct adapters, or mixes, a step took 2 s."""
+
+    def test_a_step_asks_for_few_and_the_next_for_others(self) -> None:
+        harness = CountingHarness(seqs=4, room=1, aging_steps=10**6)
+        for index in range(600):
+            harness.add(str(index), adapter=1 + index, max_tokens=500)
+        harness.step()
+        asked = [harness.looked_at() for _ in range(10)]
+        assert {len(each) for each in asked} == {MAX_LACKING}
+        first = [int(each) for step in asked for each in step][: 599 - MAX_LACKING]
+        assert first == [*range(2 + MAX_LACKING, 601)], "in order, behind those of the step before"
+        harness.scheduler.abort("0")
+        harness.step()
+        assert harness.scheduler.num_running == 1
+
+    def test_a_request_behind_them_that_lacks_none_is_admitted_soon(self) -> None:
+        harness = Harness(seqs=4, room=1, aging_steps=10**6)
+        for index in range(600):
+            harness.add(str(index), adapter=1 + index, max_tokens=500)
+        harness.step()
+        harness.add("base", max_tokens=1)
+        for _ in range(1 + 600 // MAX_LACKING):
+            harness.step()
+        assert "base" in harness.outputs
+
+    def test_another_tenant_waits_for_none_of_them(self) -> None:
+        """The one that was served least comes first, and has all that lack room."""
+        harness = Harness(seqs=4, room=2, aging_steps=10**6)
+        for name in ("one", "two"):
+            harness.add(name, adapter=name == "one" or 2, max_tokens=100, claim=Claim(tenant="busy"))
+        harness.step()
+        for index in range(600):
+            harness.add(str(index), adapter=10 + index, claim=Claim(tenant="many"))
+        harness.add("three", adapter=2, max_tokens=1, claim=Claim(tenant="busy"))
+        harness.add("lacking", adapter=700, max_tokens=1, claim=Claim(tenant="busy"))
+        harness.add("four", adapter=1, max_tokens=1, claim=Claim(tenant="busy"))
+        for _ in range(3):
+            harness.step()
+        assert {"three", "four"} <= set(harness.outputs)
+
+    def test_all_are_served(self) -> None:
+        harness = Harness(seqs=4, room=1, num_blocks=256)
+        for index in range(3 * MAX_LACKING):
+            harness.add(str(index), adapter=1 + index, max_tokens=1)
+        harness.run()
+
+    def test_once_there_are_few_they_come_in_order_again(self) -> None:
+        harness = Harness(seqs=4, room=1, num_blocks=256, aging_steps=10**6)
+        harness.add("first", adapter=1, max_tokens=500)
+        for index in range(MAX_LACKING + 20):
+            harness.add(str(index), adapter=2 + index, max_tokens=1)
+        harness.step()
+        for index in range(5, MAX_LACKING + 10):
+            harness.scheduler.abort(str(index))
+        harness.step()
+        harness.scheduler.abort("first")
+        begin = len(harness.plans)
+        harness.run()
+        order = [name for plan in harness.plans[begin:] for name in ran(plan)]
+        assert order == [str(index) for index in (*range(5), *range(MAX_LACKING + 10, MAX_LACKING + 20))]
 
 
 class TestPriorities:
