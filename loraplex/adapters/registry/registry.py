@@ -236,8 +236,7 @@ class LoRARegistry:
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
         version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
         bytes of a new version before anything is changed; what it raises refuses the load. check_answer: of what would
-        be pinned. open_adapter: opens `path` in its own way. digest: of the content that is meant; what has another
-        one is not loaded.
+        be pinned. open_adapter: opens `path` in its own way. digest: that its content has to have.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
@@ -254,8 +253,7 @@ class LoRARegistry:
     def _found_as_wished(self, wish: LoadWish) -> LoadResult | None:
         """A request that brings its adapter asks no database for one that is there."""
         with self._lock:
-            found = None if self._names.shared is None else self._table.found_as_wished(wish)
-            if found is None:
+            if self._names.shared is None or (found := self._table.found_as_wished(wish)) is None:
                 return None
             self._names.check_known(found, wish.name)
             return LoadResult(LoadStatus.ALREADY_LOADED, found.ref)
