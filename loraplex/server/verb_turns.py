@@ -16,6 +16,9 @@ from loraplex.adapters.registry import Draining
 from loraplex.server.api_error import ApiError
 
 PATIENCE_S = 10.0
+TOO_MANY_OF_CLIENT, TOO_MANY = 429, 503
+"""The status behind a client's own verbs, and behind others'."""
+
 MAX_WAITS, MAX_WAITS_OF_A_CLIENT = 1024, 128
 NUM_END_THREADS = 2
 
@@ -46,8 +49,8 @@ class VerbTurns:
         own.num_verbs += 1
         try:
             async with AsyncExitStack() as held:
-                await self._take(held, own.turns, f"as many {self._what} of this client as may", 429)
-                await self._take(held, self._turns, f"as many {self._what} as may", 503)
+                await self._take(held, own.turns, f"as many {self._what} of this client as may", TOO_MANY_OF_CLIENT)
+                await self._take(held, self._turns, f"as many {self._what} as may", TOO_MANY)
                 yield
         finally:
             own.num_verbs -= 1

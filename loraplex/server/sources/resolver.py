@@ -31,12 +31,13 @@ from loraplex.errors import (
     TenantLimitError,
     error_from_payload,
 )
+from loraplex.server.api_error import ApiError
 from loraplex.server.auth import caller_of, client_of
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom, bytes_of_idle
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.adapter_quota import AdapterQuota
-from loraplex.server.verb_turns import VerbTurns
+from loraplex.server.verb_turns import TOO_MANY_OF_CLIENT, VerbTurns
 
 MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 32, 16
 """At a time: they read files, and may hang with a file system. Verbs have places of their own."""
@@ -65,7 +66,7 @@ class AdapterResolver:
         self._clock = clock
         self._turns = VerbTurns("loads by need", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._threads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="source")
-        self._loads: dict[str, asyncio.Future[None]] = {}
+        self._loads: dict[str, tuple[str, asyncio.Future[None]]] = {}  # with the client in whose turn each runs
         self._refused: OrderedDict[str, tuple[float, Callable[[], LoraplexError] | None]] = OrderedDict()
 
     async def load(self, request: Request, name: str) -> None:
@@ -80,16 +81,20 @@ class AdapterResolver:
         found = self.sources.split(written, tenant)
         if found is None or split_address(written) is not None or scope.table.owner_of(registered) != tenant:
             return
-        if self._engine.registry is not None and self._engine.registry.is_registered(registered):
-            return
-        load = self._loads.get(registered)
-        if load is None:
-            if self._is_known_refused(registered):
-                return
-            load = asyncio.ensure_future(self._load(request, registered, written, *found))
-            self._loads[registered] = load
-            load.add_done_callback(lambda done: self._end(registered, done))
-        await until_disconnect(request, _shielded(load))
+        client = client_of(request)
+        while self._engine.registry is None or not self._engine.registry.is_registered(registered):
+            if registered not in self._loads:
+                if self._is_known_refused(registered):
+                    return
+                load = asyncio.ensure_future(self._load(request, registered, written, *found))
+                self._loads[registered] = client, load
+                load.add_done_callback(partial(self._end, registered))
+            in_turn_of, shared = self._loads[registered]
+            try:
+                return await until_disconnect(request, _shielded(shared))
+            except ApiError as error:
+                if in_turn_of == client or error.status != TOO_MANY_OF_CLIENT:
+                    raise  # else it says nothing of this client, which has places of its own
 
     def _end(self, registered: str, done: asyncio.Future[None]) -> None:
         del self._loads[registered]

@@ -229,6 +229,30 @@ async def test_loads_by_need_at_a_time_are_bounded(opener: Opener, root: Path, m
         assert (await first).status_code == 200
 
 
+async def test_a_client_whose_places_are_taken_has_others_refused_nothing(
+    tmp_path: Path, opener: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared load ran in the turn of the first client, whose 429 was that of all that had asked meanwhile."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.MAX_LOADS_OF_A_CLIENT", 1)
+    monkeypatch.setattr("loraplex.server.verb_turns.PATIENCE_S", 0.2)
+    async with tenants(tmp_path, opener, f"dir={root}") as (client, made):
+        opener.gate.clear()
+        keys = made.keys["inference"], made.keys["admin"]
+        holding = asyncio.ensure_future(ask(client, "chat", keys[0]))
+        while not opener.paths:
+            await asyncio.sleep(0.001)
+        loads = made.app.state.context.names._resolver._loads
+        asking = [asyncio.ensure_future(ask(client, "sql", keys[0]))]
+        while "sql" not in loads:
+            await asyncio.sleep(0.001)
+        asking += [asyncio.ensure_future(ask(client, "sql", key)) for key in (keys[1], keys[1])]
+        assert (await asking[0]).status_code == 429
+        opener.gate.set()
+        assert [(await each).status_code for each in asking[1:]] == [200, 200]
+        assert (await holding).status_code == 200
+        assert opener.paths == [str(root / name) for name in ("chat", "sql")]
+
+
 async def test_disable_dynamic_loading_leaves_the_operators_sources(opener: Opener, root: Path) -> None:
     async with serving(opener, f"dir={root}", disable_dynamic_loading=True) as (client, _):
         assert (await ask(client, "sql")).status_code == 200
