@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 
 from loraplex.adapters.registry import LoadedName, LoRARegistry
 from loraplex.adapters.sources.named import ORIGIN
@@ -28,6 +29,9 @@ MAX_LEAVING = 64
 
 _log = logging.getLogger("loraplex.server")
 
+NumOver = Callable[[Sequence[LoadedName]], int]
+"""How many too many there will be, by what is loaded and stays."""
+
 
 class NameRoom:
     """max_names: that may have come by need. table: of the tenants now. `for_new` belongs to one event loop, the rest
@@ -37,10 +41,12 @@ class NameRoom:
         self._engine = engine
         self._table = table
         self._max_names = max_names
-        self._evicting = threading.Lock()
-        self._num_coming = 0
+        self._choosing = threading.Lock()  # nothing waits under it
+        self._leaving: set[str] = set()  # names that a load has chosen and unloads now; others choose different ones
+        self._coming: Counter[str] = Counter()
+        self._placed: set[str] = set()  # those that others have left for, within `max_loaded_loras`
         self._needed: set[str] = set()  # names that requests load, one load each (AdapterResolver)
-        self._made: set[str] = set()  # those that others have left for
+        self._made: set[str] = set()  # those that others have left for, within `max_names`
 
     @asynccontextmanager
     async def for_new(self, name: str, *, is_needed: bool = False) -> AsyncIterator[None]:
@@ -53,7 +59,7 @@ class NameRoom:
         if registry is None or registry.is_registered(name):
             yield
             return
-        self._num_coming += 1
+        self._coming[name] += 1
         if is_needed:
             self._needed.add(name)
         try:
@@ -61,34 +67,85 @@ class NameRoom:
                 await self._engine.on_registry(self._prepare, name, is_needed)
             yield
         finally:
-            self._num_coming -= 1
+            self._coming[name] -= 1
+            if not self._coming[name]:
+                del self._coming[name]
+                self._placed.discard(name)
             if is_needed:
                 self._needed.discard(name)
                 self._made.discard(name)
 
     def _prepare(self, registry: LoRARegistry, name: str, is_needed: bool) -> None:
         """Make the places that a load takes before its files are read, those of `max_loaded_loras`."""
-        with self._evicting:
-            loaded, most = registry.loaded_from(ORIGIN), registry.max_loaded_loras
-            num_more = 0 if most is None else len(registry.registered()) + self._num_coming - most
-            latest_of = self._latest_of(loaded, name)
-            if is_needed:
-                num_leaving = min(max(num_more, self._num_over(loaded, self._needed)), MAX_LEAVING)
-                if num_leaving > sum(each.is_idle and each.last_used_time < latest_of(each.name) for each in loaded):
-                    raise _all_in_use(loaded)
-            num_left = self._evict_some(registry, loaded, min(num_more, MAX_LEAVING), latest_of)
-        if num_left > 0 and is_needed:
-            raise _all_in_use(loaded)
+        most = registry.max_loaded_loras
+
+        def num_over(loaded: Sequence[LoadedName]) -> int:
+            there = {*registry.registered()} - self._leaving
+            return 0 if most is None else len(there | self._placed.copy() | {name}) - most
+
+        def num_leaving(loaded: Sequence[LoadedName]) -> int:
+            return max(num_over(loaded), self._num_over(loaded, self._needed))
+
+        if is_needed:
+            with self._choosing:
+                self._choose(registry, name, num_leaving, MAX_LEAVING, is_needed)
+        if most is not None:
+            self._have_leave(registry, name, num_over, is_needed, self._placed)
 
     def make_for_needed(self, registry: LoRARegistry, name: str) -> None:
         """Names leave for one that a request loads, within `for_new`. Raises AdapterNoRoomError."""
-        with self._evicting:
-            loaded = registry.loaded_from(ORIGIN)
-            if name in self._needed:
-                self._made.add(name)
-            num = min(self._num_over(loaded, self._made), MAX_LEAVING)
-            if self._evict_some(registry, loaded, num, self._latest_of(loaded, name)) > 0:
-                raise _all_in_use(loaded)
+        self._have_leave(registry, name, lambda loaded: self._num_over(loaded, self._made | {name}), True, self._made)
+
+    def _have_leave(
+        self, registry: LoRARegistry, name: str, num_over: NumOver, is_needed: bool, have_place: set[str]
+    ) -> None:
+        """Names leave for `name` until as few are there as may be. Each load waits for those alone that it chose."""
+        tried: set[str] = set()
+        num_most = MAX_LEAVING
+        while num_most:
+            with self._choosing:
+                chosen = self._choose(registry, name, num_over, num_most, is_needed, tried)
+                self._leaving.update(chosen)
+                if name in self._coming:  # else its load was given up
+                    have_place.add(name)
+            if not chosen:
+                return
+            tried.update(chosen)
+            num_most -= self._unload(registry, chosen)
+
+    def _choose(
+        self,
+        registry: LoRARegistry,
+        name: str,
+        num_over: NumOver,
+        num_most: int,
+        is_needed: bool,
+        tried: Collection[str] = (),
+    ) -> dict[str, float]:
+        """Names that are to leave for `name`, and when each may have been used at the latest. The caller has the lock.
+        Raises AdapterNoRoomError for a request where too few may."""
+        loaded = self._staying(registry)
+        num, latest_of = min(num_over(loaded), num_most), self._latest_of(loaded, name)
+        idle = (each for each in self._in_turn(loaded, latest_of) if each not in tried)
+        chosen = {each: latest_of(each) for each in islice(idle, max(0, num))}
+        if is_needed and len(chosen) < num:
+            raise _all_in_use(loaded)
+        return chosen
+
+    def _staying(self, registry: LoRARegistry) -> list[LoadedName]:
+        """What came by need, but for names that leave now. The caller has the lock."""
+        return [each for each in registry.loaded_from(ORIGIN) if each.name not in self._leaving]
+
+    def _unload(self, registry: LoRARegistry, chosen: Mapping[str, float]) -> int:
+        """Names that are among those that leave. How many are gone: a request or a verb may have taken one since."""
+        left, num_gone = deque(chosen), 0
+        try:
+            while left:
+                num_gone += _unload(registry, left[0], chosen[left[0]])
+                self._leaving.discard(left.popleft())
+        finally:
+            self._leaving.difference_update(left)
+        return num_gone
 
     def _latest_of(self, loaded: Sequence[LoadedName], name: str) -> Callable[[str], float]:
         """By name: when it may have been used at the latest, to leave for `name`."""
@@ -114,16 +171,6 @@ class NameRoom:
         """coming: names that will be there, or are already; taken in one step, for the event loop changes them."""
         return len(coming.copy().union(each.name for each in loaded)) - self._max_names
 
-    def _evict_some(
-        self, registry: LoRARegistry, loaded: list[LoadedName], num: int, latest_of: Callable[[str], float]
-    ) -> int:
-        """How many are left of `num` that were to leave."""
-        for name in self._in_turn(loaded, latest_of) if num > 0 else ():
-            num -= _unload(registry, name, latest_of(name))
-            if num <= 0:
-                break
-        return num
-
     def _in_turn(self, loaded: list[LoadedName], latest_of: Callable[[str], float]) -> Iterator[str]:
         """Idle names in the order in which they leave."""
         owner_of = self._table().owner_of
@@ -142,14 +189,31 @@ class NameRoom:
     def evict(self, registry: LoRARegistry, is_here: Callable[[str], bool]) -> bool:
         """Unload one name whose files lie in a directory to which `is_here` says yes. Whether there was one."""
         latest = time.time() - JUST_USED_S
-        with self._evicting:
-            loaded = [each for each in registry.loaded_from(ORIGIN) if is_here(each.path)]
-            return any(_unload(registry, name, latest) for name in self._in_turn(loaded, lambda name: latest))
+
+        def in_turn(loaded: list[LoadedName]) -> Iterator[str]:
+            return self._in_turn([each for each in loaded if is_here(each.path)], lambda name: latest)
+
+        return self._unload_one(registry, latest, in_turn)
+
+    def _unload_one(
+        self, registry: LoRARegistry, latest: float, in_turn: Callable[[list[LoadedName]], Iterator[str]]
+    ) -> bool:
+        """The first of those that may go. Whether there was one."""
+        tried: set[str] = set()
+        while True:
+            with self._choosing:
+                name = next((each for each in in_turn(self._staying(registry)) if each not in tried), None)
+                if name is None:
+                    return False
+                self._leaving.add(name)
+            tried.add(name)
+            if self._unload(registry, {name: latest}):
+                return True
 
     def check_own(self, registry: LoRARegistry, prefix: str, num: int, error: TenantLimitError) -> None:
         """Raises the error of a tenant at its limit where fewer than `num` of its names may leave now."""
         latest = time.time() - JUST_USED_S
-        idle = _idle_of(registry, prefix)
+        idle = _idle_of(registry.loaded_from(ORIGIN), prefix)
         if sum(each.last_used_time < latest for each in idle) < num:
             if len(idle) >= num:
                 error.retry_after_s = JUST_USED_S
@@ -158,24 +222,22 @@ class NameRoom:
     def evict_own(self, registry: LoRARegistry, prefix: str, error: TenantLimitError) -> None:
         """Unload one of a tenant at its limit. Raises the error where none of its names may leave now."""
         latest = time.time() - JUST_USED_S
-        with self._evicting:
-            idle = _idle_of(registry, prefix)
-            if any(_unload(registry, each.name, latest) for each in idle):
-                return
-        if idle:
+        if self._unload_one(registry, latest, lambda loaded: (each.name for each in _idle_of(loaded, prefix))):
+            return
+        if _idle_of(registry.loaded_from(ORIGIN), prefix):
             error.retry_after_s = JUST_USED_S
         raise error
 
 
 def bytes_of_idle(registry: LoRARegistry, prefix: str) -> int:
     """Of the files of all versions of a tenant's names that may leave, but for when they were used."""
-    idle = {each.name for each in _idle_of(registry, prefix)}
+    idle = {each.name for each in _idle_of(registry.loaded_from(ORIGIN), prefix)}
     return sum(spec.nbytes for spec in registry.specs() if spec.adapter_name in idle)
 
 
-def _idle_of(registry: LoRARegistry, prefix: str) -> list[LoadedName]:
+def _idle_of(loaded: Sequence[LoadedName], prefix: str) -> list[LoadedName]:
     """The least recently used first."""
-    return [each for each in registry.loaded_from(ORIGIN) if each.is_idle and each.name.startswith(prefix)]
+    return [each for each in loaded if each.is_idle and each.name.startswith(prefix)]
 
 
 def _all_in_use(loaded: Sequence[LoadedName]) -> AdapterNoRoomError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -185,3 +186,39 @@ async def test_after_a_limit_was_lowered_so_many_leave_at_a_time(monkeypatch: py
     async with room.for_new("other", is_needed=True):
         room.make_for_needed(engine.registry, "other")
         assert engine.registry.names() == ()
+
+
+@pytest.mark.parametrize("how", ["name", "files"])
+async def test_a_name_that_leaves_slowly_keeps_no_other_load_waiting(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Its journal's write and its engine were waited for under the lock of all loads; each has its own name leave."""
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
+    engine = FakeAsyncEngine()
+    registry = engine.registry
+    assert registry is not None
+    for name in ("a", "b"):
+        registry.load(name, f"/{name}", origin="source:dir")
+    room, unload_idle = NameRoom(engine, TenantTable, 2), registry.unload_idle
+    is_leaving, may_leave = threading.Event(), threading.Event()
+
+    def slowly(name: str, *args: Any) -> bool:
+        if name == "a":
+            is_leaving.set()
+            assert may_leave.wait(30), "others waited for it"
+        return unload_idle(name, *args)
+
+    monkeypatch.setattr(registry, "unload_idle", slowly)
+
+    def make_room(name: str) -> None:
+        if how == "files":
+            assert room.evict(registry, lambda path: True)
+        else:
+            room.make_for_needed(registry, name)
+
+    async with room.for_new("one", is_needed=True), room.for_new("two", is_needed=True):
+        first = asyncio.ensure_future(asyncio.to_thread(make_room, "one"))
+        await asyncio.to_thread(is_leaving.wait, 30)
+        await asyncio.to_thread(make_room, "two")
+        assert registry.names() == ("a",)
+        may_leave.set()
+        await first
+        assert registry.names() == ()
