@@ -122,6 +122,45 @@ def test_a_name_that_leaves_may_wait_for_a_thread_that_looks_for_files(server: S
     assert (server.there, server.evicted, server.files.num_bytes) == (["b"], ["a"], 60)
 
 
+def test_a_large_load_whose_names_leave_slowly_keeps_no_other_waiting(server: Server) -> None:
+    """All others waited until as many small ones had left as it needed."""
+    for name in "abcdefghij":
+        server.load(name, 10)
+    is_leaving, may_leave = threading.Event(), threading.Event()
+
+    def evict_slowly(is_here: object) -> bool:
+        is_leaving.set()
+        assert may_leave.wait(30), "others waited for it"
+        return server.evict(is_here)
+
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(server.load, "large", 80, evict_slowly)
+        assert is_leaving.wait(30)
+        server.load("small", 10, server.evict)
+        assert server.evicted == ["a"], "its own alone"
+        may_leave.set()
+        large.result(30)
+    assert server.files.num_bytes == 100
+    assert {"small", "large"} <= set(server.there)
+
+
+def test_a_load_that_finds_no_more_room_gives_back_what_it_had_taken(server: Server) -> None:
+    for name, nbytes in (("b", 20), ("e", 20), ("f", 20), ("own", 40)):
+        server.load(name, nbytes)
+
+    def evict_idle(is_here: object) -> bool:
+        return next(iter(server.used)) != "own" and server.evict(is_here)
+
+    def evict_with_another(is_here: object) -> bool:
+        if server.evicted == ["b"]:
+            server.load("quick", 40, evict_idle)
+        return evict_idle(is_here)
+
+    with pytest.raises(AdapterNoRoomError):
+        server.load("slow", 50, evict_with_another)
+    assert (server.there, server.files.num_bytes) == (["own", "quick"], 80)
+
+
 def test_a_load_that_is_given_up_while_a_name_leaves_for_it_fetches_nothing(server: Server) -> None:
     server.load("a", 60)
     with ExitStack() as load:

@@ -64,7 +64,6 @@ class FetchedFiles:
         self._given = folder
         self._folder: Path | None = None
         self._at_end = ExitStack()
-        self._making = threading.Lock()  # of room, one load at a time; it waits for names that leave
         self._lock = threading.RLock()  # of the books; nothing waits under it
         self._sizes: dict[Path, int] = {}
         self._coming: Counter[Path] = Counter()
@@ -100,29 +99,48 @@ class FetchedFiles:
                 raise AdapterFetchTimeoutError(f"{adapter}: its load was given up")
 
         def make_room(adapter: object, directory: Path, nbytes: int) -> None:
-            place = self._place_of(directory)
-            with self._making:
+            place, taken = self._place_of(directory), 0
+            with self._lock:
+                check_goes_on(adapter)
+                if place is not None:
+                    if not self._num_loads[place]:  # less may have come than a load that failed was to bring
+                        self._sizes[place] = _size_of(place)
+                    self._num_loads[place] += place not in coming
+                    coming[place] += 0
+            if place is None:
+                return check_disk(adapter, directory, nbytes)
+            if nbytes > self.max_bytes:
+                text = f"and all that requests fetch together may have {self.max_bytes} (--max-fetched-bytes)"
+                raise AdapterTooLargeError(f"{adapter} has {nbytes} bytes, {text}")
+
+            def take(is_last_try: bool = False) -> bool:
+                """Whether all of `nbytes` has room; what has some stays taken, until the last try finds no more: of two
+                loads that each have what the other one lacks, one has all of it."""
+                nonlocal taken
                 with self._lock:
                     check_goes_on(adapter)
-                    if place is not None:
-                        if not self._num_loads[place]:  # less may have come than a load that failed was to bring
-                            self._sizes[place] = _size_of(place)
-                        self._num_loads[place] += place not in coming
-                        coming[place] += nbytes
-                        self._coming[place] += nbytes
-                if place is None:
-                    return check_disk(adapter, directory, nbytes)
-                try:
-                    self._make_room(adapter, nbytes, used, evict)
-                    with self._lock:
-                        check_goes_on(adapter)
-                        check_disk(adapter, directory, self._coming.total() if nbytes else 0)
-                except LoraplexError:
-                    with self._lock:
-                        if not is_over:
-                            coming[place] -= nbytes
-                            self._coming[place] -= nbytes
-                    raise
+                    num_more = min(nbytes - taken, self._free(nbytes - taken, used))
+                    if taken + num_more < nbytes and is_last_try:
+                        num_more = -taken
+                    taken += num_more
+                    coming[place] += num_more
+                    self._coming[place] += num_more
+                    return taken == nbytes
+
+            try:
+                while not take():
+                    if not evict(self._is_here) and not take(is_last_try=True):
+                        text = f"requests have fetched as many bytes as they may ({self.max_bytes}), and all are in use"
+                        raise AdapterNoRoomError(f"{adapter} is not fetched: {text}; try again later")
+                with self._lock:
+                    check_goes_on(adapter)
+                    check_disk(adapter, directory, self._coming.total() if nbytes else 0)
+            except LoraplexError:
+                with self._lock:
+                    if not is_over:
+                        coming[place] -= taken
+                        self._coming[place] -= taken
+                raise
 
         has_loaded = False
         try:
@@ -165,29 +183,20 @@ class FetchedFiles:
         size = _size_of(place)
         self._sizes[place] = size if has_loaded else max(size, self._sizes[place])  # the rest of it may come yet
 
-    def _make_room(self, adapter: object, nbytes: int, used: Callable[[], Iterable[str]], evict: Evict) -> None:
-        """`nbytes`, which are among those that are coming, for one adapter."""
-        if nbytes > self.max_bytes:
-            text = f"and all that requests fetch together may have {self.max_bytes} (--max-fetched-bytes)"
-            raise AdapterTooLargeError(f"{adapter} has {nbytes} bytes, {text}")
-        while not self._has_room(used):
-            if not evict(lambda path: self._place_of(Path(path)) is not None):
-                text = f"requests have fetched as many bytes as they may ({self.max_bytes}), and all are in use"
-                raise AdapterNoRoomError(f"{adapter} is not fetched: {text}; try again later")
-
-    def _has_room(self, used: Callable[[], Iterable[str]]) -> bool:
-        """Of what nothing uses as much goes as has to. Whether all that is coming has room."""
-        with self._lock:
-            if self.num_bytes <= self.max_bytes:
-                return True
+    def _free(self, wanted: int, used: Callable[[], Iterable[str]]) -> int:
+        """How many bytes are free. Of what nothing uses as much goes as has to. The caller has the lock."""
+        if self.num_bytes + wanted > self.max_bytes:
             kept = {self._place_of(Path(each)) for each in used()}
             unused = [each for each in self._sizes if each not in kept and not self._num_loads[each]]
             for place in sorted(unused, key=_time_of):
                 shutil.rmtree(place, ignore_errors=True)
                 del self._sizes[place]
-                if self.num_bytes <= self.max_bytes:
-                    return True
-            return False
+                if self.num_bytes + wanted <= self.max_bytes:
+                    break
+        return max(0, self.max_bytes - self.num_bytes)
+
+    def _is_here(self, path: str) -> bool:
+        return path.startswith(f"{self._folder}{os.sep}")
 
     def _place_of(self, directory: Path) -> Path | None:
         """None: it lies elsewhere."""
