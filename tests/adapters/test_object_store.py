@@ -202,6 +202,29 @@ def test_loads_of_one_prefix_fetch_it_once(
     assert missing == [sum(map(len, bytes_of(found).values())), 0]
 
 
+def test_loads_that_wait_for_room_keep_no_other_fetch_waiting(store: Store, source: AdapterSource) -> None:
+    """They took the few threads that the loop of all fetches has for its waits, and loads of verbs need one, too."""
+    may_leave, num_waiting, num_blocked = threading.Event(), threading.Semaphore(0), (os.cpu_count() or 1) + 4
+
+    def wait_for_room(*_: object) -> None:
+        num_waiting.release()
+        assert may_leave.wait(60), "others waited for it"
+
+    blocked = replace(source, make_room=wait_for_room)
+    store.upload("team/upper", Path(adapter_path("upper")))
+    for number in range(num_blocked):
+        store.put(f"many/{number}/{CONFIG}", b"{}")
+    with ThreadPoolExecutor(num_blocked) as pool:
+        waiting = [pool.submit(blocked.fetch, f"s3://adapters/many/{number}") for number in range(num_blocked)]
+        try:
+            for _ in waiting:
+                assert num_waiting.acquire(timeout=15)
+            assert (source.fetch(ADAPTER) / WEIGHTS).exists()
+        finally:
+            may_leave.set()
+        assert all(each.result(30).is_dir() for each in waiting)
+
+
 def test_what_another_process_was_quicker_to_fetch_stays(
     store: Store, source: AdapterSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:

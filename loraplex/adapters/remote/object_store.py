@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from loraplex.adapters.remote.fetched import OBJECTS, PART_PREFIX, MakeRoom
 from loraplex.adapters.remote.fetches import Fetches
@@ -53,6 +53,13 @@ LEFT_S = 3600.0
 """What a fetch that was killed left behind is removed after that."""
 
 T = TypeVar("T")
+
+
+class Within(Protocol):
+    """Runs it before the deadline of its fetch."""
+
+    def __call__(self, work: Callable[[], Awaitable[T]], /) -> T: ...
+
 
 _BUCKET = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _KEY = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)(?:/[A-Za-z0-9_][A-Za-z0-9_.=+@-]*)*")
@@ -117,18 +124,21 @@ def fetch_objects(
     max_bytes: of all files together. make_room: is asked before anything is downloaded. fetches: those that may be of
     this adapter. Raises AdapterLoadError's kin, AdapterTooLargeError, AdapterNoRoomError.
     """
-    import asyncio
-
     deadline_s = time.monotonic() + timeout_s
 
-    async def within() -> Path:
-        async with asyncio.timeout(deadline_s - time.monotonic()):
-            return await _fetch(adapter, place, max_bytes, make_room)
+    def within(work: Callable[[], Awaitable[T]]) -> T:
+        async def bounded() -> T:
+            import asyncio
+
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                return await work()
+
+        return _run(bounded)
 
     try:
         digest = hashlib.sha256(f"{adapter.bucket}/{adapter.key}".encode()).hexdigest()
         place = (folder or _default_folder()) / digest
-        return fetches.run(place, lambda: _run(within), timeout_s)
+        return fetches.run(place, lambda: _fetch(adapter, place, max_bytes, make_room, within), timeout_s)
     except LoraplexError:
         raise
     except Exception as error:
@@ -201,10 +211,9 @@ def _default_folder() -> Path:
     return folder / OBJECTS
 
 
-async def _fetch(adapter: ObjectAdapter, place: Path, max_bytes: int, make_room: MakeRoom) -> Path:
-    import asyncio
-
-    objects = await _listed(adapter)
+def _fetch(adapter: ObjectAdapter, place: Path, max_bytes: int, make_room: MakeRoom, within: Within) -> Path:
+    """In a thread of its own. within: runs what asks the store in the loop of all fetches, where nothing else waits."""
+    objects = within(lambda: _listed(adapter))
     if not objects:
         raise AdapterPathNotFoundError(f"{adapter}: the store has nothing there")
     wanted = [objects[name] for name in wanted_names(objects)]
@@ -212,7 +221,7 @@ async def _fetch(adapter: ObjectAdapter, place: Path, max_bytes: int, make_room:
     content = hashlib.sha256(repr([(each.name, each.size, each.etag) for each in wanted]).encode()).hexdigest()
     target = place / content
     missing = 0 if _is_whole(target, wanted) else sum(each.size for each in wanted)
-    await asyncio.to_thread(make_room, adapter, target, missing)
+    make_room(adapter, target, missing)
     if _is_whole(target, wanted):
         return target.resolve()
     try:
@@ -220,11 +229,10 @@ async def _fetch(adapter: ObjectAdapter, place: Path, max_bytes: int, make_room:
     except ConfigError as error:
         _log.error("%s", error)
         raise AdapterFetchError(f"{adapter}: this server has no folder for it (see the log)") from None
-    await asyncio.to_thread(_remove_left, place.parent)
+    _remove_left(place.parent)
     part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=place))
     try:
-        for each in wanted:
-            await _download(adapter, each, part / each.name)
+        within(lambda: _download_all(adapter, wanted, part))
         if not _is_whole(target, wanted):  # else another process was quicker, and may read it
             shutil.rmtree(target, ignore_errors=True)  # one that a crash of the machine left without its content
             os.rename(part, target)
@@ -268,6 +276,11 @@ def _remove_left(folder: Path) -> None:
         with suppress(OSError):  # a fetch of another prefix has ended
             if time.time() - left.stat().st_mtime > LEFT_S:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+async def _download_all(adapter: ObjectAdapter, wanted: list[_Object], folder: Path) -> None:
+    for each in wanted:
+        await _download(adapter, each, folder / each.name)
 
 
 async def _download(adapter: ObjectAdapter, wanted: _Object, file: Path) -> None:
