@@ -109,13 +109,9 @@ class FetchedFiles:
                     coming[place] += 0
             if place is None:
                 return check_disk(adapter, directory, nbytes)
-            if nbytes > self.max_bytes:
-                text = f"and all that requests fetch together may have {self.max_bytes} (--max-fetched-bytes)"
-                raise AdapterTooLargeError(f"{adapter} has {nbytes} bytes, {text}")
 
-            def take(is_last_try: bool = False) -> bool:
-                """Whether all of `nbytes` has room; what has some stays taken, until the last try finds no more: of two
-                loads that each have what the other one lacks, one has all of it."""
+            def take(is_last_try: bool) -> bool:
+                """Whether all of `nbytes` has room; what has some stays taken, unless the last try finds no more."""
                 nonlocal taken
                 with self._lock:
                     check_goes_on(adapter)
@@ -128,10 +124,7 @@ class FetchedFiles:
                     return taken == nbytes
 
             try:
-                while not take():
-                    if not evict(self._is_here) and not take(is_last_try=True):
-                        text = f"requests have fetched as many bytes as they may ({self.max_bytes}), and all are in use"
-                        raise AdapterNoRoomError(f"{adapter} is not fetched: {text}; try again later")
+                self._make_room(adapter, nbytes, take, evict)
                 with self._lock:
                     check_goes_on(adapter)
                     check_disk(adapter, directory, self._coming.total() if nbytes else 0)
@@ -182,6 +175,16 @@ class FetchedFiles:
         os.utime(place)
         size = _size_of(place)
         self._sizes[place] = size if has_loaded else max(size, self._sizes[place])  # the rest of it may come yet
+
+    def _make_room(self, adapter: object, nbytes: int, take: Callable[[bool], bool], evict: Evict) -> None:
+        """Under no lock. take: of `loading`."""
+        if nbytes > self.max_bytes:
+            text = f"and all that requests fetch together may have {self.max_bytes} (--max-fetched-bytes)"
+            raise AdapterTooLargeError(f"{adapter} has {nbytes} bytes, {text}")
+        while not take(False):
+            if not evict(self._is_here) and not take(True):
+                text = f"requests have fetched as many bytes as they may ({self.max_bytes}), and all are in use"
+                raise AdapterNoRoomError(f"{adapter} is not fetched: {text}; try again later")
 
     def _free(self, wanted: int, used: Callable[[], Iterable[str]]) -> int:
         """How many bytes are free. Of what nothing uses as much goes as has to. The caller has the lock."""
