@@ -21,6 +21,8 @@ MAX_FILES = 1000
 """That are listed beside an adapter's."""
 
 MAX_TEXT_BYTES = 2**26
+MAX_NOT_WEIGHTS_BYTES = MAX_CONFIG_BYTES + (len(TEXT_NAMES) + 2) * MAX_TEXT_BYTES
+"""Of all files of an adapter, the headers of its weights included: what is beyond it are tensors."""
 
 
 def wanted_names(listed: Collection[str], shard: re.Pattern[str] = SHARD_NAME) -> list[str]:

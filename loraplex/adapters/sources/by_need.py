@@ -14,6 +14,7 @@ from typing import Protocol
 
 from loraplex.adapters.registry import LoadResult, LoRARegistry, OpenedAdapter, VersionRecord
 from loraplex.adapters.remote.fetched import Evict, FetchedFiles, MakeRoom
+from loraplex.adapters.remote.wanted import MAX_NOT_WEIGHTS_BYTES
 from loraplex.adapters.source import AdapterSource, narrowed_to
 from loraplex.adapters.sources.named import ORIGIN
 from loraplex.errors import LoraplexError
@@ -55,11 +56,19 @@ class LoadsByNeed:
         needed: NeededAdapter,
         evict: Evict,
         check_size: Callable[[int], None] | None = None,
+        check_least: Callable[[int], None] | None = None,
     ) -> LoadResult:
-        """As `LoRARegistry.load`. evict: takes away names that came so, where their files have to go."""
+        """As `LoRARegistry.load`. evict: takes away names that came so, where their files have to go. check_least: as
+        check_size, before anything leaves or is downloaded, of bytes that the tensors have at least."""
         try:
             loading = self.files.loading(lambda: [spec.path for spec in registry.specs()], evict)
-            with narrowed_to(needed.inside), loading as make_room:
+            with narrowed_to(needed.inside), loading as make:
+
+                def make_room(adapter: object, directory: Path, nbytes: int) -> None:
+                    if check_least is not None and nbytes > MAX_NOT_WEIGHTS_BYTES:
+                        check_least(nbytes - MAX_NOT_WEIGHTS_BYTES)
+                    make(adapter, directory, nbytes)
+
                 return registry.load(
                     needed.name,
                     needed.path,

@@ -169,10 +169,19 @@ class AdapterResolver:
                     self._room.evict_own(registry, prefix, error)
             self._room.make_for_needed(registry, needed.name)
 
+        def check_least(check_size: Callable[[int], None], nbytes: int) -> None:
+            nonlocal is_opened
+            is_opened = True  # as far as its size goes
+            try:
+                check_size(nbytes)
+            except TenantLimitError as error:
+                self._check_would_fit(check_size, nbytes - bytes_of_idle(registry, prefix), error)
+
         try:
             loading = self._quota.changing(request, needed.name, is_load=True, is_needed=True)
             async with loading as check_size:
-                await self._engine.on_registry(by_need.load, needed, evict, partial(checked, check_size))
+                least = None if check_size is None else partial(check_least, check_size)
+                await self._engine.on_registry(by_need.load, needed, evict, partial(checked, check_size), least)
         except TenantLimitError as error:
             if is_opened and error.limit == "adapter_bytes":
                 self._note_refused(needed.name, error)

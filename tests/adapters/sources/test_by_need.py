@@ -14,7 +14,7 @@ from loraplex.adapters.remote.hub import HubAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.sources.by_need import LoadsByNeed, NeededAdapter
 from loraplex.demo.tasks import adapter_path
-from loraplex.errors import AdapterNoRoomError, LoraplexError
+from loraplex.errors import AdapterNoRoomError, LoraplexError, TenantLimitError
 from tests.adapters.fake_store import FakeStore
 from tests.security.demo_reader import demo_opener
 
@@ -92,6 +92,30 @@ def test_a_name_that_is_loaded_keeps_its_files_though_another_load_of_them_fails
         loads.by_need.load(loads.registry, needed, lambda is_here: False, refuse)
     assert Path(loads.registry.spec_of(loads.registry.resolve("upper")).path).exists()
     assert loads.registry.names() == ("upper",)
+
+
+def test_what_is_larger_than_its_tenant_may_have_takes_nothing_away(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Others' names left for it, and it was downloaded, before its size was looked at."""
+    monkeypatch.setattr("loraplex.adapters.sources.by_need.MAX_NOT_WEIGHTS_BYTES", 100)
+    seen: list[int] = []
+
+    def refuse(nbytes: int) -> None:
+        seen.append(nbytes)
+        raise TenantLimitError("too many bytes", 60.0, "adapter_bytes")
+
+    def evict(is_here: object) -> bool:
+        raise AssertionError("something is to leave")
+
+    for name in ("upper", "reverse"):
+        loads.load(name, f"hf://org/{name}")
+    needed = NeededAdapter("rot13", "hf://org/rot13", "rot13", "hub")
+    with pytest.raises(TenantLimitError):
+        loads.by_need.load(loads.registry, needed, evict, None, refuse)
+    assert seen == [sum(file.stat().st_size for file in Path(adapter_path("rot13")).iterdir()) - 100]
+    assert not (tmp_path / "fetched/models--org--rot13").exists()
+    assert sorted(loads.registry.names()) == ["reverse", "upper"]
 
 
 @pytest.mark.parametrize("place", ["hf://org/upper", "dir"])
