@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -190,7 +190,7 @@ class AdapterRoutes:
         if not load_inplace and has_adapter(registry, name):
             raise duplicate
         with _vllm_names():
-            async with self._loads.of(client_of(request)):
+            async with self._loading(request, is_pinned):
                 await self._check_path(request, lora_path)
                 result = await self._load(request, name, lora_path, load_inplace=load_inplace, is_pinned=is_pinned)
         if result.status is LoadStatus.ALREADY_LOADED:
@@ -289,7 +289,7 @@ class AdapterRoutes:
         self._registry(f"adapter {clipped(body.name)!r} was to be loaded")
         name = self._names.new(request, body.name)
         check_number(request, body.lora_int_id)
-        async with self._loads.of(client_of(request)):
+        async with self._loading(request, body.is_pinned):
             await self._check_path(request, body.path)
             result = await self._load(
                 request,
@@ -308,7 +308,9 @@ class AdapterRoutes:
         self._registry(f"adapter {clipped(name)!r} was to be changed")
         check_number(request, body.lora_int_id)
         name = self._names.own(request, name) if body.path is None else self._names.new(request, name)
-        async with (self._verbs if body.path is None else self._loads).of(client_of(request)):
+        is_pinned = bool(body.is_pinned)
+        turn = self._verbs.of(client_of(request)) if body.path is None else self._loading(request, is_pinned)
+        async with turn:
             if body.path is not None:
                 await self._check_path(request, body.path)
             result = await self._put(request, name, body)
@@ -370,7 +372,8 @@ class AdapterRoutes:
         new = own_name(request, body.new, "new")
 
         async def begin() -> Draining[SwitchResult]:
-            async with (self._verbs if body.new_path is None else self._loads).of(client_of(request)):
+            turn = self._verbs.of(client_of(request)) if body.new_path is None else self._loading(request)
+            async with turn:
                 if body.new_path is not None:
                     await self._check_path(request, body.new_path, "new_path")
                 async with self._quota.changing(request, new, is_load=body.new_path is not None) as check_size:
@@ -393,7 +396,7 @@ class AdapterRoutes:
         check_number(request, body.lora_int_id)
         name, new_name = self._names.answering(request, name), self._names.new(request, body.name)
         adding = self._quota.changing(request, new_name, is_load=True, is_pin=body.is_pinned)
-        async with self._loads.of(client_of(request)), adding as check_size:  # a source may be read
+        async with self._loading(request, body.is_pinned), adding as check_size:  # a source may be read
             result = await self._engine.on_registry(
                 LoRARegistry.clone,
                 name,
@@ -478,9 +481,12 @@ class AdapterRoutes:
         return _json(ResidencyReply(caller_of(request).scope.shown(name), has_changed))
 
     async def _pin(self, request: Request, name: str, is_pinned: bool) -> bool:
-        """What waits for the tenant's other changes, which may be slow, has no turn of the verbs meanwhile."""
-        verb, turn = LoRARegistry.pin if is_pinned else LoRARegistry.unpin, self._verbs.of(client_of(request))
-        async with self._quota.changing(request, name, is_pin=is_pinned, turn=turn):
+        verb = LoRARegistry.pin if is_pinned else LoRARegistry.unpin
+        async with (
+            self._quota.turn(request, is_pin=is_pinned),
+            self._verbs.of(client_of(request)),
+            self._quota.changing(request, name, is_pin=is_pinned),
+        ):
             return await self._engine.on_registry(verb, name, self._names.answer_check(request, name))
 
     async def _evict(self, request: Request, name: str) -> bool:
@@ -492,6 +498,15 @@ class AdapterRoutes:
         """A verb that reads no file, in its client's turn."""
         async with self._verbs.of(client_of(request)):
             return await self._engine.on_registry(verb, *args, **kwargs)
+
+    @contextlib.asynccontextmanager
+    async def _loading(self, request: Request, is_pinned: bool = False) -> AsyncIterator[None]:
+        """The turns of a load, in order."""
+        async with (
+            self._quota.turn(request, is_load=True, is_pin=is_pinned),
+            self._loads.of(client_of(request)),
+        ):
+            yield
 
     async def _load(self, request: Request, name: str, path: str, **wishes: Any) -> LoadResult:
         is_pinned = wishes.get("is_pinned", False)

@@ -73,6 +73,7 @@ class TensorRoute:
             async for _ in self._receiver.pieces(request, partial(upload.write, SAFETENSORS_NAME)):
                 pass
             async with (
+                self._quota.turn(request, is_load=True),
                 updates.turn(name),
                 self._loads.of(client_of(request)),
                 self._quota.changing(request, name, is_load=True) as check_size,

@@ -302,6 +302,41 @@ async def test_pins_that_wait_for_a_tenants_load_take_no_turn(server: Tenancy, m
         assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
 
 
+async def test_loads_that_wait_for_a_tenants_load_take_no_place(
+    server: Tenancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them works at a time: 32 of a tenant with a limit held 31 places for nothing, and three tenants all."""
+    limit(server, adapters=99)
+    monkeypatch.setattr(adapter_api, "MAX_LOADS", 2)
+    app = create_app(server.engine, server.app.state.context.config)
+    hang, began = threading.Event(), threading.Event()
+    registry = server.engine.registry
+    assert registry is not None
+    open_adapter = registry._loader._open_adapter
+
+    def slow(path: str) -> OpenedAdapter:
+        if path == "/srv/acme/slow":
+            began.set()
+            hang.wait(60)
+        return open_adapter(path)
+
+    registry._loader._open_adapter = slow
+    async with client_of(app) as client:
+        acme, beta = server.headers("acme"), server.headers("beta")
+        body = {"name": "slow", "path": "/srv/acme/slow"}
+        waiting = [asyncio.ensure_future(client.post("/v1/adapters", json=body, headers=acme))]
+        await asyncio.to_thread(began.wait, 60)
+        for number in range(8):
+            body = {"name": f"n{number}", "path": f"/srv/acme/{number}"}
+            waiting.append(asyncio.ensure_future(client.post("/v1/adapters", json=body, headers=acme)))
+        await asyncio.sleep(0.05)
+        body = {"name": "new", "path": "/srv/beta/new"}
+        answer = await asyncio.wait_for(client.post("/v1/adapters", json=body, headers=beta), 30)
+        assert answer.status_code == 200
+        hang.set()
+        assert {each.status_code for each in await asyncio.gather(*waiting)} == {200}
+
+
 async def test_bytes_of_adapters(server: Tenancy) -> None:
     """One of the fake engine's has 1024; acme has two."""
     limit(server, adapter_bytes=3 * 1024 + 10)

@@ -37,7 +37,7 @@ from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom, bytes_of_idle
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.adapter_quota import AdapterQuota
-from loraplex.server.verb_turns import TOO_MANY_OF_CLIENT, VerbTurns
+from loraplex.server.verb_turns import PATIENCE_S, TOO_MANY_OF_CLIENT, VerbTurns
 
 MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 32, 16
 """At a time: they read files, and may hang with a file system. Verbs have places of their own."""
@@ -129,7 +129,8 @@ class AdapterResolver:
             del self._refused[name]
 
     async def _load(self, request: Request, registered: str, written: str, source: NamedSource, adapter: str) -> None:
-        async with self._turns.of(client_of(request)):
+        own = self._quota.turn(request, is_load=True, patience_s=PATIENCE_S)
+        async with own, self._turns.of(client_of(request)):
             path = await asyncio.get_running_loop().run_in_executor(self._threads, source.path_of, adapter)
             if path is None:
                 return

@@ -70,7 +70,11 @@ class UploadRoute:
         registry = self._receiver.check(request, "an adapter was to be uploaded")
         async with self._receiver.upload(request) as upload:
             fields, name = await self._receive(request, registry, upload)
-            async with self._loads.of(client_of(request)), self._engine.updates.turn(name):
+            async with (
+                self._quota.turn(request, is_load=True, is_pin=fields.is_pinned),
+                self._engine.updates.turn(name),
+                self._loads.of(client_of(request)),
+            ):
                 result = await self._load(request, name, upload, fields)
         reply = LoadReply.of(result, caller_of(request).scope)
         return Response(encode(reply), headers={"ETag": f'"{reply.digest}"'}, media_type="application/json")

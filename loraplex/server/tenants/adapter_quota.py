@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from fastapi import Request
@@ -22,6 +22,7 @@ from loraplex.adapter_store import MemoryQuota
 from loraplex.adapters.registry import LoRARegistry, NameQuery
 from loraplex.core import AdapterSpec
 from loraplex.errors import TenantLimitError
+from loraplex.server.api_error import ApiError
 from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom
@@ -43,27 +44,37 @@ class AdapterQuota:
         self._turns: dict[str, asyncio.Lock] = {}
 
     @asynccontextmanager
+    async def turn(
+        self, request: Request, *, is_load: bool = False, is_pin: bool = False, patience_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """Of the tenant alone, around `changing`, and taken before a turn among the verbs of all: what waits for a slow
+        change of its tenant has none of those meanwhile. Raises ApiError when it has waited for `patience_s`."""
+        tenant = caller_of(request).scope.tenant
+        if not tenant or _limits_of(request, is_load, is_pin) is None:
+            yield
+            return
+        lock = self._turns.setdefault(tenant, asyncio.Lock())
+        try:
+            async with asyncio.timeout(patience_s):
+                await lock.acquire()
+        except TimeoutError:
+            text = f"other changes of this tenant's adapters have run for {patience_s:g} s; try again later"
+            raise ApiError(text, status=429, kind="overloaded_error", code="too_many_verbs") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @asynccontextmanager
     async def changing(
-        self,
-        request: Request,
-        name: str,
-        *,
-        is_load: bool = False,
-        is_pin: bool = False,
-        is_needed: bool = False,
-        turn: AbstractAsyncContextManager[None] | None = None,
+        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False, is_needed: bool = False
     ) -> AsyncIterator[Callable[[int], None] | None]:
-        """Around a verb that loads or pins the adapter registered as `name`, which takes what this gives as its
-        `check_size`. is_needed: a request loads it, and what gives raises where others are to leave for it: not before
-        it is known to be good. turn: of verbs of all clients, taken behind the tenant's own and before the engine is
-        asked. Raises TenantLimitError, and AdapterNoRoomError for a request and for a pin beyond the tenant's share of
-        memory."""
+        """In the tenant's `turn`, around a verb that loads or pins the adapter registered as `name`, which takes what
+        this gives as its `check_size`. is_needed: a request loads it, and what gives raises where others are to leave
+        for it: not before it is known to be good. Raises TenantLimitError, and AdapterNoRoomError for a request and for
+        a pin beyond the tenant's share of memory."""
         tenant, limits = caller_of(request).scope.tenant, _limits_of(request, is_load, is_pin)
         async with AsyncExitStack() as stack:
-            if tenant and limits is not None:
-                await stack.enter_async_context(self._turns.setdefault(tenant, asyncio.Lock()))
-            if turn is not None:
-                await stack.enter_async_context(turn)
             check_size = None
             if tenant and limits is not None:
                 check_size = await self._check(f"{tenant}/", limits, name, is_load, is_pin, is_needed)
