@@ -2,7 +2,7 @@
 
 logits not finite -> the request ends (503), all others go on; the adapter is in doubt, the base too
                   -> the base answers the diagnostic prompt: wrong, and the engine starts again
-                  -> the adapter answers it where it lies: right, and that is all; at most one such look a second
+                  -> the adapter answers it where it lies: right, and that is all; one such look a second at most
                   -> wrong: it is quarantined, its requests end (503, Retry-After)
                   -> it is read again and answers: right, and it is served again; wrong, and it is tried later
 damaged weights   -> the requests that run on them end, the copy is let go, the next demand restores it
@@ -144,7 +144,7 @@ class Caretaker:
         Only while no step is in flight.
         """
         self.monitor.tick()
-        if self._is_base_check_due:
+        if self._is_base_suspect:
             self._check_base()
         if self._adapters is None:
             return []
@@ -185,17 +185,18 @@ class Caretaker:
     # ------------------------------------------------------------------------------------------------- wrong results
 
     def _examine(self, adapters: LoRAModelManager) -> list[TokenOutput]:
-        """Look at adapters in doubt where they lie, while they are served; returns the ended requests of wrong ones."""
+        """Look at an adapter in doubt where it lies, while it is served; returns the ended requests of a wrong one."""
         ended: list[TokenOutput] = []
-        for adapter_id in adapters.health.doubted():
-            damaged = adapters.health.scrub_one(adapter_id)
-            for each, name in damaged.items():
-                ended += self._end_and_restore(adapters, each, damage_error(name))
-            wrong = None if damaged else self._what_is_wrong(adapters, adapter_id)
-            adapters.health.looked(adapter_id)
-            if wrong is not None:
-                for each in adapters.health.quarantine(adapter_id, f"its logits are not finite, and {wrong}"):
-                    ended += self._end_requests(each)
+        adapter_id = adapters.health.next_doubt()
+        if adapter_id is None:
+            return ended
+        damaged = adapters.health.scrub_one(adapter_id)
+        for each, name in damaged.items():
+            ended += self._end_and_restore(adapters, each, damage_error(name))
+        wrong = None if damaged else self._what_is_wrong(adapters, adapter_id)
+        if wrong is not None:
+            for each in adapters.health.quarantine(adapter_id, f"its logits are not finite, and {wrong}"):
+                ended += self._end_requests(each)
         return ended
 
     def _what_is_wrong(self, adapters: LoRAModelManager, adapter_id: int) -> str | None:
@@ -212,9 +213,16 @@ class Caretaker:
 
     @property
     def _is_base_check_due(self) -> bool:
-        return self._is_base_suspect and self._clock() - self._last_base_check_s >= BASE_CHECK_INTERVAL_S
+        return self._is_base_suspect and self._may_check_base
+
+    @property
+    def _may_check_base(self) -> bool:
+        return self._clock() - self._last_base_check_s >= BASE_CHECK_INTERVAL_S
 
     def _check_base(self) -> None:
+        """Unless that was done less than an interval ago."""
+        if not self._may_check_base:
+            return
         self._last_base_check_s = self._clock()
         try:
             self._is_base_suspect = not self._diagnosis.is_base_well()

@@ -83,6 +83,7 @@ def test_a_diagnosis_that_finds_no_room_keeps_no_other_adapter_waiting(
 ) -> None:
     """A tenant at its limit in memory whose requests never end had the diagnoses of all others wait."""
     monkeypatch.setattr("loraplex.engine.maintenance.MAX_WAIT_FOR_ROOM_S", 0.0)
+    monkeypatch.setattr("loraplex.memory.care.health.DOUBT_INTERVAL_S", 0.0)
     adapters, adapter_id = driver.engine.adapters, driver.registry.resolve("one").adapter_id
     acquire, is_full = adapters.try_acquire, [True]
 

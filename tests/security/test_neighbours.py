@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -230,18 +231,25 @@ def test_an_output_of_many_completions_is_written_once_a_step(monkeypatch: pytes
 # ---------------------------------------------------------------- prompts that overflow in one adapter alone
 
 
+@pytest.fixture
+def clock(attacked: Driver, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Of diagnoses, none of which has been yet."""
+    now_s, caretaker, recovery = [1000.0], attacked.engine._caretaker, attacked.engine.adapters.health._recovery
+    for owner, last in ((caretaker, "_last_base_check_s"), (recovery, "_last_look_s")):
+        monkeypatch.setattr(owner, "_clock", lambda: now_s[0])
+        monkeypatch.setattr(owner, last, -math.inf)
+    return now_s
+
+
 def count_diagnoses(driver: Driver) -> int:
     return driver.engine._caretaker._diagnosis._num_asked
 
 
 @pytest.mark.parametrize("name", [None, "one"])
 def test_a_crafted_prompt_ends_its_request_alone_however_often_it_comes(
-    attacked: Driver, quiet: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str | None
+    attacked: Driver, quiet: list[tuple[int, ...]], clock: list[float], name: str | None
 ) -> None:
     """What one prompt makes of an adapter keeps it from no other: it answers a diagnosis, once a second."""
-    clock = [1000.0]
-    monkeypatch.setattr(attacked.engine.adapters.health._recovery, "_clock", lambda: clock[0])
-    monkeypatch.setattr(attacked.engine._caretaker, "_clock", lambda: clock[0])
     before, ended = count_diagnoses(attacked), []
 
     def attack(driver: Driver) -> None:
@@ -262,6 +270,32 @@ def test_a_crafted_prompt_ends_its_request_alone_however_often_it_comes(
     assert not attacked.engine._caretaker.is_at_work
     assert count_diagnoses(attacked) - before <= 4, "no doubt is left"
     check_well(attacked)
+
+
+def test_many_adapters_with_odd_results_cost_one_diagnosis_a_second(
+    attacked: Driver, zoo: ModelZoo, clock: list[float]
+) -> None:
+    """Each of them was looked at between two steps, and the base before each: all others waited for it."""
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM")
+    names = [f"odd {index}" for index in range(8)]
+    for index, name in enumerate(names):
+        attacked.registry.load(name, str(zoo.adapter(zoo.base("llama"), config, seed=90 + index)))
+    before = count_diagnoses(attacked)
+    attacked.submit(range(3, 20), max_tokens=60)  # while the engine is idle, answers are recorded
+    for name in names:
+        attacked.submit((3, 4, 5), name, seed=ODD_SEED, temperature=1.0)
+    attacked.step(4)
+    assert count_diagnoses(attacked) - before == 2, "of the base and of one adapter"
+    for second in range(1, 10):
+        clock[0] += DOUBT_INTERVAL_S
+        attacked.step(2)
+        assert count_diagnoses(attacked) - before == 2 * min(second + 1, len(names))
+    attacked.finish()
+    check_well(attacked)
+    for name in names:
+        attacked.registry.unload(name)
 
 
 def test_what_a_crafted_prompt_computed_is_not_shared(attacked: Driver, quiet: list[tuple[int, ...]]) -> None:

@@ -1,7 +1,7 @@
 """Adapters that give wrong results or lie in damaged memory: quarantined, restored, served again.
 
-    odd result -> in doubt, diagnosed where it lies --(answers rightly)--> no doubt, and no other look for a second
-                                  `--(wrong)--> quarantined
+    odd result -> in doubt, in its turn diagnosed where it lies --(answers rightly)--> no doubt
+                                                      `--(wrong)--> quarantined
     quarantined, read again, diagnosed at once --(answers rightly)--> served again
                   ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s,
                                                                then until it is loaded again
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,24 +63,26 @@ class AdapterHealth:
             return list(weights.adapters)
 
     def doubt(self, adapter_id: int) -> None:
-        """A result of this adapter was odd. It is served on; `doubted` tells when to look at it."""
+        """A result of this adapter was odd. It is served on; `next_doubt` tells when to look at it."""
         self._note(adapter_id, self._recovery.doubt)
 
-    def doubted(self) -> list[int]:
-        """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`."""
-        with self._residents.held():
-            found: list[int] = []
-            for digest in self._recovery.due_doubts():
-                weights = self._residents.contents_locked().get(digest)
-                if weights is None or not weights.adapters or not weights.is_on_device:
-                    self._recovery.looked(digest)
-                elif weights.is_at_rest:
-                    found.append(next(iter(weights.adapters)))
-            return found
+    def next_doubt(self) -> int | None:
+        """An adapter of a content in doubt, to be looked at now (`scrub_one`, `lent`); None until one is due.
 
-    def looked(self, adapter_id: int) -> None:
-        """The diagnosis of an adapter in doubt was made, or could not be: the next one is an interval later."""
-        self._note(adapter_id, self._recovery.looked)
+        The content that waits longest; the others of its tenants wait behind those of all other tenants then.
+        """
+        with self._residents.held():
+            contents, due = self._residents.contents_locked(), self._recovery.due_doubts()
+            for digest in due:
+                weights = contents.get(digest)
+                if weights is None or not weights.adapters or not weights.is_on_device:
+                    self._recovery.trust(digest)
+                elif weights.is_at_rest:
+                    tenants = weights.tenants
+                    theirs = {each for each in due if each in contents and contents[each].tenants & tenants}
+                    self._recovery.look(digest, theirs)
+                    return next(iter(weights.adapters))
+            return None
 
     def refusal(self, adapter_id: int) -> AdapterFaultError | None:
         """The error for a request of a quarantined adapter; None for one that is well or unknown."""
@@ -291,7 +293,7 @@ BACKOFF_S = (5.0, 10.0, 20.0, 40.0, 80.0)
 """Seconds before each further try to restore a content."""
 
 DOUBT_INTERVAL_S = 1.0
-"""Between two looks at a content that is in doubt: what a client that causes them can cost the others."""
+"""Between two looks at contents in doubt: what clients that cause them can cost the others."""
 
 DIAGNOSIS_S = 1.0
 """What a client is told to wait while a diagnosis runs."""
@@ -318,8 +320,8 @@ class Recovery:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._cases: dict[str, Case] = {}
-        self._doubts: dict[str, float] = {}  # digest -> when to look
-        self._last_looks: dict[str, float] = {}  # of the last interval
+        self._doubts: dict[str, None] = {}  # digests, the next one first
+        self._last_look_s = -math.inf
 
     def __iter__(self) -> Iterator[Case]:
         return iter(self._cases.values())
@@ -327,22 +329,25 @@ class Recovery:
     def doubt(self, digest: str) -> None:
         """A result was odd: look at the content soon, and serve it meanwhile."""
         if digest not in self._cases:
-            self._doubts.setdefault(digest, self._last_looks.get(digest, -math.inf) + DOUBT_INTERVAL_S)
+            self._doubts.setdefault(digest)
 
     def due_doubts(self) -> list[str]:
-        """Contents to look at now; `looked` says that it was done."""
-        now_s = self._clock()
-        return [digest for digest, due_s in self._doubts.items() if due_s <= now_s]
+        """Contents in their turn, of which one is to be looked at now: `look` says which."""
+        return list(self._doubts) if self._clock() - self._last_look_s >= DOUBT_INTERVAL_S else []
 
-    def looked(self, digest: str) -> None:
-        now_s = self._clock()
+    def look(self, digest: str, last: Collection[str]) -> None:
+        """One is looked at, and the next one an interval later, those in `last` after the others."""
+        self._last_look_s = self._clock()
+        self.trust(digest)
+        self._doubts = dict.fromkeys(sorted(self._doubts, key=last.__contains__))
+
+    def trust(self, digest: str) -> None:
+        """No doubt is left of a content."""
         self._doubts.pop(digest, None)
-        recent = {each: at_s for each, at_s in self._last_looks.items() if now_s - at_s < DOUBT_INTERVAL_S}
-        self._last_looks = recent | {digest: now_s}
 
     def open(self, digest: str, reason: str) -> bool:
         """Quarantine a content; False when it is already."""
-        self._doubts.pop(digest, None)
+        self.trust(digest)
         if digest in self._cases:
             return False
         self._cases[digest] = Case(digest, reason, retry_at_s=self._clock())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from loraplex.memory.care.health import BACKOFF_S, Recovery
-from tests.memory.rig import FakeClock
+from dataclasses import replace
+
+from loraplex.memory.care.health import BACKOFF_S, DOUBT_INTERVAL_S, Recovery
+from tests.memory.rig import FakeClock, Rig
 
 
 def test_the_first_diagnosis_is_due_at_once_and_only_once() -> None:
@@ -57,3 +59,19 @@ def test_a_closed_case_is_forgotten() -> None:
     assert recovery.close("d") is None
     assert recovery.state_of("d") is None
     assert list(recovery) == []
+
+
+def test_one_content_in_doubt_is_looked_at_in_an_interval_and_those_of_tenants_in_turn() -> None:
+    """The odd adapters of one tenant cost the others one look a second, and hide none of theirs."""
+    rig = Rig(num_device=4, num_host=4)
+    for adapter_id, tenant in zip((1, 2, 3, 4), "aaab", strict=True):
+        rig.manager.add_adapter(replace(rig.spec(adapter_id), adapter_name=f"{tenant}/{adapter_id}"))
+        rig.acquire(adapter_id)
+        rig.manager.health.doubt(adapter_id)
+    found = []
+    for _ in range(6):
+        found += [rig.manager.health.next_doubt() for _ in range(2)]
+        rig.manager.health.doubt(1)
+        rig.clock.now_s += DOUBT_INTERVAL_S
+    assert found[::2] == [1, 4, 2, 3, 1, 1]
+    assert set(found[1::2]) == {None}
