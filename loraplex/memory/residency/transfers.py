@@ -9,7 +9,7 @@ short critical section by the thread that did the work, so that no poll is neede
     later loads          in the loader's threads: their room is reserved when they begin, so they never wait
 
     promote, one memory      rows only
-    promote, synchronous     checked on the host, copied, rows written: on the device at once
+    promote, synchronous     copied, rows written, checked on the host: on the device at once
     promote, asynchronous    copied beside the steps: arriving at once (copies.StepGate). Checked on the device when it
                              has arrived, since summing the host's bytes would take longer than the copy
 
@@ -232,15 +232,21 @@ class Transfers:
 
     def _promote_locked(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         """None: it is on the device, or arriving there. Raises AdapterUnavailableError when no place can be written."""
-        if not self._tiers.copies.is_asynchronous:
+        if not self._place_locked(weights, demand):
+            return WaitsFor.ROOM
+        if not self._tiers.copies.is_asynchronous:  # not before: what waits for room would be summed every second
             damaged = self._damage.find_unless_fresh(weights, Tier.HOST)
             if damaged and weights.num_running == 0:
                 self._damage.discard_locked(weights, Tier.HOST, damaged)
                 return self._load_locked(weights, demand)
+        return None
+
+    def _place_locked(self, weights: StoredWeights, demand: Demand) -> bool:
+        """False: no room yet."""
         if self._tiers.is_shared:
-            return None if self._store.publish_shared_locked(weights, demand) else WaitsFor.ROOM
+            return self._store.publish_shared_locked(weights, demand)
         try:
-            return None if self._send_locked(weights, demand) else WaitsFor.ROOM
+            return self._send_locked(weights, demand)
         except LoraplexError:
             if weights.failure is not None:  # others who ask in this pass get it too, later ones try again
                 weights.failure.raised_in_pass = self._store.pass_id

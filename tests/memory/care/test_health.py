@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.core import Tier
+from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterFaultError
 from loraplex.events import EventKind, EventLog
 from loraplex.memory.care.damage import MAX_FAULTS_OF_A_CHUNK, holds_patterns
 from loraplex.memory.care.health import BACKOFF_S
+from loraplex.memory.residency.records import StoredWeights
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.weights.compression import CompressedCopies, CompressedCopy
@@ -67,6 +68,31 @@ def test_bytes_that_changed_on_the_host_are_noticed_at_promote_and_read_again(ri
     assert rig.manager._log.counters.num_damaged == 1
     rig.manager.poll()
     assert rig.dropped == ["d1"], "what the damaged weights computed is not used"
+
+
+def test_weights_that_wait_for_room_are_not_summed_and_are_before_they_are_used(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each adapter that waited was summed every second between two steps, before it was known that no room is there."""
+    rig.add(1, 2, 3)
+    for running in (1, 2):
+        rig.acquire(running)
+    summed, changed = [0], Tiers.changed
+
+    def counted(tiers: Tiers, weights: StoredWeights, tier: Tier) -> list[Extent]:
+        summed[0] += weights.nbytes
+        return changed(tiers, weights, tier)
+
+    monkeypatch.setattr(Tiers, "changed", counted)
+    for _ in range(5):
+        rig.clock.now_s += 1
+        rig.manager.poll()
+        assert rig.manager.try_acquire(3).waits_for is WaitsFor.ROOM
+    assert summed == [0]
+    flip(rig, 3)
+    rig.manager.release(1)
+    rig.check_output(rig.acquire(3), make_model("d3"))
+    assert rig.source.opens["/p3"] == 2, "the source was read again"
 
 
 def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
