@@ -57,6 +57,9 @@ of a few kilobytes would cost gigabytes."""
 MAX_KNOWN_HEADER_BYTES = 2**20
 """Of a larger header nothing is remembered, so that what is has a bound."""
 
+SMALL_READS = 256
+"""What takes up to one in so many of the bytes that readers may hold waits for none: together that is as much again."""
+
 FLOAT32_FIELDS = ("magnitude", "gain", "input_gain")
 SCALES = ("rank_scale", "out_scale")
 LAYER_FIELDS = ("lora_a", "lora_b", "lora_bias", "bias", *FLOAT32_FIELDS, *SCALES, "weight", "row_ids")
@@ -337,7 +340,7 @@ class CheckedReader:
         self._base, self._experts = base_modules(targets), ExpertBase.of(targets)
         self.max_tensors = max(MIN_TENSORS, len(self._base) * MAX_PARTS)
         """With spare, so that messages say what is wrong."""
-        self._budget = ByteBudget(lora_config.host_memory_bytes)
+        self._budget = ByteBudget(lora_config.host_memory_bytes, lora_config.host_memory_bytes // SMALL_READS)
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
         self._lock = threading.Lock()
 

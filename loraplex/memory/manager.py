@@ -96,7 +96,7 @@ class LoRAModelManager:
         disk_tier: Callable[[Packer], DiskCache | None] = lambda packer: None,
         make_policy: MakePolicy | None = None,
         other_ranks: Sequence[Sequence[LoraTarget]] = (),
-        make_reader: Callable[[Packer, Tiers, int], Reader] = WeightReader,
+        make_reader: Callable[[Packer, Tiers, int, Callable[[], bool]], Reader] = WeightReader,
         open_adapter: Callable[[str, str, str, tuple[str, ...]], AdapterContent] = _no_files,
     ) -> None:
         self.on_digest_dropped, self._clock = on_digest_dropped, clock
@@ -118,7 +118,7 @@ class LoRAModelManager:
         self._log = log = MemoryLog(events or EventLog())
         self._residency = residency = WeightStore(tiers, log)
         self._damage = damage = DamageControl(residency, tiers, log)
-        reader = make_reader(packer, tiers, lora_config.num_loader_threads)
+        reader = make_reader(packer, tiers, lora_config.num_loader_threads, lambda: len(residency.tenants) > 1)
         # what a part does whole is that part's own
         self.prepare_step = residency.prepare
         self.victims_for, self.victims_for_mix = residency.victims_for, residency.victims_for_mix

@@ -7,10 +7,12 @@ hang, and its files may take seconds to judge.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from loraplex.processes.fair_turns import STUCK_S
@@ -124,26 +126,38 @@ class LoaderThreads:
 
 
 class ReadSlots:
-    """At most `num_slots` readers at a time (`with slots:`), but for those that read for `stuck_s` (a dead disk)."""
+    """At most `num_slots` readers at a time, but for those that read for `stuck_s` (a dead disk). While `is_shared`,
+    a tenant leaves one of several slots to others; readers of none ("") may take all."""
 
-    def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
+    def __init__(self, num_slots: int, stuck_s: float = STUCK_S, is_shared: Callable[[], bool] = lambda: True) -> None:
         self._num_slots = num_slots
         self._stuck_s = stuck_s
+        self._is_shared = is_shared
         self._changed = threading.Condition()
-        self._began_s: dict[int, float] = {}
+        self._running: list[tuple[float, str]] = []
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def of(self, tenant: str) -> Iterator[None]:
         with self._changed:
-            while (wait_s := self._wait_s()) > 0:
+            while (wait_s := self._wait_s(tenant)) > 0:
                 self._changed.wait(wait_s)
-            self._began_s[threading.get_ident()] = time.monotonic()
+            turn = time.monotonic(), tenant
+            self._running.append(turn)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running.remove(turn)
+                self._changed.notify_all()
 
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            del self._began_s[threading.get_ident()]
-            self._changed.notify()
-
-    def _wait_s(self) -> float:
+    def _wait_s(self, tenant: str) -> float:
         """Until enough of those that read are stuck; 0 when there is a slot."""
-        youngest = sorted(self._began_s.values())[-self._num_slots :]
-        return youngest[0] + self._stuck_s - time.monotonic() if len(youngest) == self._num_slots else 0.0
+        num_own = max(1, self._num_slots - 1) if tenant and self._is_shared() else self._num_slots
+        own_s = [began_s for began_s, each in self._running if each == tenant]
+        free_s = max(_nth_last([began_s for began_s, _ in self._running], self._num_slots), _nth_last(own_s, num_own))
+        return free_s + self._stuck_s - time.monotonic()
+
+
+def _nth_last(times_s: list[float], count: int) -> float:
+    """-Infinity when there are fewer."""
+    return sorted(times_s)[-count] if len(times_s) >= count else -math.inf

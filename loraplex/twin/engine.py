@@ -168,7 +168,7 @@ def _manager(
         copies=copies,
         loader=loader,
         events=events,
-        make_reader=lambda packer, tiers, num_threads: reader,
+        make_reader=lambda *_: reader,
     )
 
 

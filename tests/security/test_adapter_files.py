@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import pickletools
@@ -387,6 +388,18 @@ def test_files_that_are_read_at_once_share_a_budget() -> None:
     for thread in (first, *others):
         thread.join(30)
     assert (sorted(order[1:]), budget.held_bytes) == (["second", "third"], 0)
+
+
+def test_a_small_adapter_is_read_while_large_ones_hold_the_budget(adapter: Path) -> None:
+    reader, models = demo_reader(), []
+    reader._budget._stuck_s = math.inf
+    thread = threading.Thread(
+        target=lambda: models.append(reader.read(adapter, PEFTHelper.from_local_dir(adapter))), daemon=True
+    )
+    with reader._budget.hold(reader._budget.max_bytes):
+        thread.start()
+        thread.join(30)
+        assert models
 
 
 # ----------------------------------------------------------------------------------------------- configuration, reasons

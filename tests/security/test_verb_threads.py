@@ -277,7 +277,7 @@ def test_reads_that_hang_take_no_place_of_others(hang: threading.Event) -> None:
     reading = threading.Event()
 
     def read(began: threading.Event) -> None:
-        with slots:
+        with slots.of(""):
             began.set()
             hang.wait()
 
@@ -289,22 +289,51 @@ def test_reads_that_hang_take_no_place_of_others(hang: threading.Event) -> None:
     hang.set()
     for thread in threads:
         thread.join()
-    assert not slots._began_s
+    assert not slots._running
 
 
 def test_reads_wait_for_a_place(hang: threading.Event) -> None:
     slots, began = ReadSlots(1), threading.Event()
 
     def read() -> None:
-        with slots:
+        with slots.of(""):
             began.set()
 
-    with slots:
+    with slots.of(""):
         thread = threading.Thread(target=read)
         thread.start()
         assert not began.wait(0.05)
     assert began.wait(60)
     thread.join()
+
+
+@pytest.mark.parametrize("has_tenants", [False, True])
+def test_a_tenant_leaves_a_place_to_read_to_others(has_tenants: bool) -> None:
+    """One that cycled through a few adapters of gigabytes had both, and another's small one waited for seconds."""
+    slots, began = ReadSlots(2, is_shared=lambda: has_tenants), threading.Event()
+
+    def read() -> None:
+        with slots.of("a"):
+            began.set()
+
+    thread = threading.Thread(target=read)
+    with slots.of("a"):
+        thread.start()
+        assert began.wait(0.05 if has_tenants else 60) is not has_tenants
+        if has_tenants:
+            with slots.of("b"):
+                assert not began.is_set()
+    assert began.wait(60)
+    thread.join(60)
+    assert not slots._running
+
+
+def test_a_single_place_to_read_is_any_tenants() -> None:
+    slots = ReadSlots(1)
+    with slots.of("a"):
+        pass
+    with slots.of("b"):
+        pass
 
 
 async def test_lists_of_a_source_have_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -245,43 +246,43 @@ class Reader(Protocol):
 
 class WeightReader:
     """Reads from the nearest place that has the weights. At most `max_concurrent` pack or read copies at once; neither
-    reading a source nor waiting for memory counts, nor what hangs.
+    reading a source nor waiting for memory counts, nor what hangs. has_tenants: whether there are several now; each
+    leaves a place to the others then.
     """
 
-    def __init__(self, packer: Packer, tiers: Tiers, max_concurrent: int) -> None:
+    def __init__(self, packer: Packer, tiers: Tiers, max_concurrent: int, has_tenants: Callable[[], bool]) -> None:
         self._packer = packer
         self._tiers = tiers
-        self._busy = ReadSlots(max_concurrent)
+        self._busy = ReadSlots(max_concurrent, is_shared=has_tenants)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         """Raises what the sources answer when nothing else has the weights, and what `reserve` raises."""
         digest, compressed, disk = job.weights.digest, self._tiers.compressed, self._tiers.disk
         loaded = None
         if compressed is not None and (kept := compressed.get(digest)) is not None:
-            loaded = self._from_compressed(compressed, digest, kept, reserve)
+            loaded = self._from_compressed(job, compressed, kept, reserve)
             job.damaged_copies += [COMPRESSED] if loaded is None else []
         if loaded is None and disk is not None and disk.has(digest):
-            loaded = self._from_disk(disk, digest, reserve, partial(job.damaged_copies.append, Tier.DISK.value))
+            loaded = self._from_disk(job, disk, reserve)
         return loaded or self._from_source(job, reserve)
 
     def _from_compressed(
-        self, copies: CompressedCopies, digest: str, kept: CompressedCopy, reserve: Reserve
+        self, job: LoadJob, copies: CompressedCopies, kept: CompressedCopy, reserve: Reserve
     ) -> LoadedWeights | None:
         views = self._views(reserve(kept.layout.sizes))
         if views is None:
             return LoadedWeights(kept.layout, (), COMPRESSED, is_placed=False)
-        with self._busy:
+        with self._turn(job):
             copies.compression.restore(kept, views)
             checksums = self._packer.checksums(views)
-        copies.drop(digest)
+        copies.drop(job.weights.digest)
         if kept.checksums not in (None, checksums):
             return None
         return LoadedWeights(kept.layout, checksums, COMPRESSED)
 
-    def _from_disk(
-        self, disk: DiskCache, digest: str, reserve: Reserve, on_damage: Callable[[], None]
-    ) -> LoadedWeights | None:
+    def _from_disk(self, job: LoadJob, disk: DiskCache, reserve: Reserve) -> LoadedWeights | None:
         """None without a good file: other writers may delete one for room at any moment, which is no damage."""
+        digest, on_damage = job.weights.digest, partial(job.damaged_copies.append, Tier.DISK.value)
         # Not what is known: what came back from a lossy copy has other checksums.
         stored = disk.read_layout(digest, on_damage)
         if stored is None:
@@ -289,7 +290,7 @@ class WeightReader:
         views = self._views(reserve(stored.layout.sizes))
         if views is None:
             return LoadedWeights(stored.layout, (), Tier.DISK.value, is_placed=False)
-        with self._busy:
+        with self._turn(job):
             outcome = disk.read_into(digest, views)
         if outcome is DiskRead.DAMAGED:
             on_damage()
@@ -297,17 +298,20 @@ class WeightReader:
 
     def _from_source(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         model = read_weights(job.weights, job.sources)
-        with self._busy:
+        with self._turn(job):
             layout = self._packer.lay_out(model)
         views = self._views(reserve(layout.sizes))
         if views is None:
             return LoadedWeights(layout, (), Tier.SOURCE.value, is_placed=False)
-        with self._busy:
+        with self._turn(job):
             self._packer.write(model, layout, views)
             checksums = self._packer.checksums(views)
             if self._tiers.disk is not None:
                 self._tiers.disk.write(job.weights.digest, layout, views, checksums)
         return LoadedWeights(layout, checksums, Tier.SOURCE.value)
+
+    def _turn(self, job: LoadJob) -> AbstractContextManager[None]:
+        return self._busy.of(job.sources[-1].spec.tenant)
 
     def _views(self, place: Place | None) -> list[torch.Tensor] | None:
         return None if place is None else [self._tiers.host.pool.view(extent) for extent in place.extents]
