@@ -46,6 +46,7 @@ class AdapterHealth:
     _recovery: Recovery
     _let_damaged_go_locked: Callable[[StoredWeights], None]
     _last_scrubbed: str = ""
+    _ahead_bytes: int = 0
     _is_scrubbing: bool = False
 
     # ------------------------------------------------------------------------------------------------- wrong results
@@ -190,13 +191,16 @@ class AdapterHealth:
     def scrub(self, max_bytes: int) -> dict[int, str]:
         """Check about `max_bytes` of weights, after those checked last; ids and names of adapters on damaged ones.
 
+        Weights are checked whole: what was beyond `max_bytes` is taken off the next calls.
+
         What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are
         asynchronous a loader's thread does it beside the steps, and those that run are told by `take_faults`.
         """
         with self._residents.held():
             if self._is_scrubbing:
                 return {}
-            chosen = self._after_last_locked(max_bytes)
+            chosen = self._after_last_locked(max_bytes - self._ahead_bytes)
+            self._ahead_bytes = max(0, self._ahead_bytes + sum(weights.nbytes for weights in chosen) - max_bytes)
             for weights in chosen:
                 self._last_scrubbed = weights.digest
             return self._scrub_locked(chosen)

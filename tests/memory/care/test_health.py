@@ -109,6 +109,16 @@ def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
 
 
+def test_a_scrub_of_large_weights_is_followed_by_a_pause(rig: Rig) -> None:
+    """They are checked whole: one of gigabytes was, second after second, whatever the bytes in a second."""
+    rig.add(1, 2)
+    size, scrubbed = rig.manager._residency.adapters[1].weights.nbytes, []
+    for _ in range(9):
+        assert rig.manager.health.scrub(size // 4) == {}
+        scrubbed.append(rig.manager._log.counters.scrubbed_bytes // size)
+    assert scrubbed == [1, 1, 1, 1, 2, 2, 2, 2, 3]
+
+
 def test_a_running_adapter_is_named_and_restored_when_its_requests_have_ended(rig: Rig) -> None:
     rig.add(1, 2)
     slots = [rig.acquire(1), rig.acquire(2)]
