@@ -8,7 +8,7 @@ The lock is held for the moves of one chunk at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loraplex.core import Tier
 from loraplex.events import EventKind, EventLog
@@ -41,18 +41,24 @@ class Compactor:
     _residents: Residents
     _tiers: Tiers
     _events: EventLog
+    _sides: dict[Tier, CompactionSide] = field(default_factory=dict)
 
     def run(self, max_bytes: int, deadline_s: float) -> CompactionResult:
-        """Until nothing more is to be had, `max_bytes` are moved, or it is `deadline_s`. Takes the lock repeatedly."""
+        """Until nothing more is to be had, `max_bytes` are moved, or it is `deadline_s`. Takes the lock repeatedly.
+
+        A call that moves nothing ends a compaction: the next one looks at what is there then. The engine's thread only.
+        """
         total = CompactionResult()
         for tier in reversed(self._tiers.in_memory):
-            side = CompactionSide(self._residents, self._tiers, tier)
+            side = self._sides.setdefault(tier, CompactionSide(self._residents, self._tiers, tier))
             is_moving = True
             while is_moving and self._tiers.clock() < deadline_s and total.moved_bytes < max_bytes:
                 with self._residents.held():
                     done = side.empty_one_locked(max_bytes - total.moved_bytes)
                 total += done
                 is_moving = done.num_moved > 0
+        if not total.num_moved:
+            self._sides.clear()
         if total.num_chunks_freed:
             text = f"compaction gave {total.num_chunks_freed} chunks back"
             self._events.add(EventKind.COMPACTION, text, num_moved=total.num_moved, nbytes=total.moved_bytes)
@@ -61,7 +67,10 @@ class Compactor:
 
 @dataclass(eq=False)
 class CompactionSide:
-    """One tier's pool and what owns which extent in it, looked up at the first moves; made for one compaction."""
+    """One tier's pool and what owns which extent in it, looked up at the first moves; made for one compaction.
+
+    What comes after that stays where it is, and is moved by the next compaction.
+    """
 
     _residents: Residents
     _tiers: Tiers

@@ -11,7 +11,7 @@ import torch
 from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.core import AdapterSpec
 from loraplex.events import EventKind
-from loraplex.memory.care.compaction import CompactionResult
+from loraplex.memory.care.compaction import CompactionResult, CompactionSide
 from loraplex.memory.space.arena import Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
 from tests.memory.rig import Rig, make_model
@@ -208,6 +208,22 @@ def test_it_is_told_and_ends_with_its_time() -> None:
     (event,) = [each for each in rig.manager._residency.log.events.take() if each.kind is EventKind.COMPACTION]
     assert event.details == {"num_moved": result.num_moved, "nbytes": result.moved_bytes}
     assert rig.manager.compact(1 << 30, deadline_s=1.0).num_chunks_freed == 0
+
+
+def test_what_lies_where_is_looked_up_once_in_a_compaction_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each step it was, of all layers of all contents: 50 ms with 2,000 adapters, of 1 ms that a step may take."""
+    rig = sparse_rig(is_separate=False)
+    looks, look_up = [], CompactionSide._owners_locked
+    monkeypatch.setattr(CompactionSide, "_owners_locked", lambda side: looks.append(1) or look_up(side))
+    before, num_steps = contents(rig), 1
+    while rig.manager.compact(1024, deadline_s=1.0).num_moved:
+        num_steps += 1
+    assert num_steps > 3
+    assert len(looks) == 1
+    assert contents(rig) == before
+    rig.manager.check_integrity()
+    rig.manager.compact(1024, deadline_s=1.0)
+    assert len(looks) == 2, "the next one looks again"
 
 
 @pytest.mark.parametrize("is_separate", [False, True])
