@@ -46,6 +46,20 @@ class _Table:
         return "" if (len(self.keys) - 1) * block_size <= self.adapter_from else self.adapter_digest
 
 
+@dataclass(slots=True)
+class _Moved:
+    """Blocks that are moved by `move` before tables are told. places: where what was in each is now; a block may move
+    twice, and one that was left may be taken again."""
+
+    move: Callable[[Sequence[int], Sequence[int]], None]
+    places: dict[int, int] = field(default_factory=dict)
+    _origins: dict[int, int] = field(default_factory=dict)
+
+    def note(self, source: int, target: int) -> None:
+        origin = self._origins.pop(source, source)
+        self.places[origin], self._origins[target] = target, origin
+
+
 class KVBlockAllocator:
     """Block tables over a `BlockPool`, sharing full blocks through a `PrefixCache`.
 
@@ -206,36 +220,33 @@ class KVBlockAllocator:
             self._num_owed = 0
             num_given = self._pool.give_back(num_chunks)
             chunks = self._pool.sparsest(num_chunks - num_given)
-            for index, chunk in enumerate(chunks):
-                sources = self._pool.used_blocks_of(chunk)
-                targets = self._pool.take_elsewhere(len(sources), besides=chunks[index:])
-                if targets is not None:
-                    num_given += self._move(chunk, sources, targets, move)
-            for chunk in self._pool.farthest(num_chunks - num_given):
-                front = self._pool.move_to_front(chunk)
-                if front is not None:
+            free, moved = self._pool.free_blocks(besides=chunks), _Moved(move)
+            try:
+                for chunk in chunks:
                     sources = self._pool.used_blocks_of(chunk)
-                    num_given += self._move(chunk, sources, self._pool.take(front[: len(sources)]), move)
+                    if len(sources) <= len(free):
+                        targets = self._pool.take([free.popleft() for _ in sources])
+                        num_given += self._move(chunk, sources, targets, moved)
+                    else:
+                        free.extend(self._pool.free_blocks_of(chunk))
+                for chunk in self._pool.farthest(num_chunks - num_given):
+                    front = self._pool.move_to_front(chunk)
+                    if front is not None:
+                        sources = self._pool.used_blocks_of(chunk)
+                        num_given += self._move(chunk, sources, self._pool.take(front[: len(sources)]), moved)
+            finally:
+                for table in self._tables.values() if moved.places else ():
+                    table.blocks[:] = array("i", [moved.places.get(kv_block, kv_block) for kv_block in table.blocks])
             return num_given
 
-    def _move(
-        self,
-        chunk: int,
-        sources: Sequence[int],
-        targets: Sequence[int],
-        move: Callable[[Sequence[int], Sequence[int]], None],
-    ) -> bool:
+    def _move(self, chunk: int, sources: Sequence[int], targets: Sequence[int], moved: _Moved) -> bool:
         """Empty a chunk and give it back; False when it is fenced."""
         if sources:
-            move(sources, targets)
-        self._replace(dict(zip(sources, targets, strict=True)))
-        return self._pool.give_back_chunk(chunk)
-
-    def _replace(self, moved: dict[int, int]) -> None:
-        for source, target in moved.items():
+            moved.move(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
             self._pool.hand_over(source, target)
-        for table in self._tables.values():
-            table.blocks[:] = array("i", [moved.get(kv_block, kv_block) for kv_block in table.blocks])
+            moved.note(source, target)
+        return self._pool.give_back_chunk(chunk)
 
     def fence(self, chunk: int) -> None:
         """Never use a chunk again: its free blocks go now, the others when their requests end or `vacate` moves them.

@@ -8,7 +8,7 @@ of its chunk.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -230,12 +230,13 @@ class BlockPool:
     def used_blocks_of(self, chunk: int) -> list[int]:
         return [kv_block for kv_block in self._blocks_of(chunk) if self._num_refs.get(kv_block)]
 
-    def take_elsewhere(self, count: int, besides: Collection[int]) -> Sequence[int] | None:
-        """`count` blocks with one reference each from chunks that are not `besides`, without growing; None when fewer
-        are free there."""
-        order = (*self._worthless, *self._cached)
-        taken = [kv_block for kv_block in order if self._chunk_of(kv_block) not in besides][:count]
-        return self.take(taken) if len(taken) == count else None
+    def free_blocks(self, besides: Collection[int]) -> deque[int]:
+        """Of chunks that are not `besides`, in the order in which they are lent."""
+        order, others = (*self._worthless, *self._cached), set(besides)
+        return deque(kv_block for kv_block in order if self._chunk_of(kv_block) not in others)
+
+    def free_blocks_of(self, chunk: int) -> list[int]:
+        return [kv_block for kv_block in self._blocks_of(chunk) if self._num_refs.get(kv_block) == 0]
 
     def take(self, kv_blocks: Sequence[int]) -> Sequence[int]:
         """These free blocks, with one reference each."""

@@ -3,6 +3,7 @@ lost."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.kvcache.block_pool import BlockPool
 from loraplex.memory.space.arena import Arena, Extent, KVShare, Limits, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
 from tests.kvcache.test_kvcache import make_request
@@ -165,6 +167,25 @@ def test_sparse_kv_chunks_are_vacated_and_shared_blocks_stay_shared() -> None:
     request = make_request("again", prompt, salt="x")
     assert shared.blocks.start(request, prompt) == BLOCK_SIZE
     assert shared.blocks.block_table("again")[0] in first
+
+
+def test_all_chunks_that_are_vacated_at_once_cost_one_walk_over_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk had every request's table written anew, and all free blocks listed."""
+    shared, written, listed = Shared(8, Limits(1), Limits(0)), [], []
+    for index in range(6):  # one chunk each, of which one block stays
+        assert shared.open(f"r{index}", (BLOCKS_PER_CHUNK - 1) * BLOCK_SIZE)
+        assert shared.open(f"s{index}", BLOCK_SIZE)
+        shared.kv[list(shared.blocks.block_table(f"s{index}"))] = index + 1
+    for index in range(6):
+        shared.blocks.free(f"r{index}")
+    free_blocks = BlockPool.free_blocks
+    monkeypatch.setattr(BlockPool, "free_blocks", lambda pool, besides: listed.append(1) or free_blocks(pool, besides))
+    monkeypatch.setattr("loraplex.kvcache.allocator.array", lambda *values: written.append(1) or array(*values))
+    assert shared.blocks.vacate(4, shared.move) == 4
+    assert (len(listed), len(written)) == (1, 6)
+    shared.check()
+    for index in range(6):
+        assert bool((shared.kv[list(shared.blocks.block_table(f"s{index}"))] == index + 1).all())
 
 
 def test_what_the_kv_cache_owes_is_what_requests_use() -> None:
