@@ -29,6 +29,7 @@ from loraplex.errors import (
     JournalError,
     LoraplexError,
     shown,
+    without_keys,
 )
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.service_level import ServiceLevel
@@ -97,8 +98,8 @@ def check_tenant_name(name: str) -> None:
 
 def check_label(label: str) -> None:
     """Of a key: lists print it, so it has no line ends and no codes of a terminal. Raises InvalidRequestError."""
-    if len(label) > MAX_LABEL_CHARS or not label.isprintable():
-        text = f"label {shown(label)}: at most {MAX_LABEL_CHARS} printable characters"
+    if len(label) > MAX_LABEL_CHARS or not label.isprintable() or without_keys(label) != label:
+        text = f"label {shown(label)}: at most {MAX_LABEL_CHARS} printable characters, and no key"
         raise InvalidRequestError(text, param="label")
 
 

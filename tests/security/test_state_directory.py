@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.journal import SqliteJournal
+from loraplex.adapters.journal import damage as damages
 from loraplex.adapters.journal.copies import JournalCopies
 from loraplex.adapters.journal.repair import check_state, repair_state
 from loraplex.adapters.journal.state_directory import FOLDERS, StateDirectory
@@ -426,7 +427,7 @@ def test_a_damaged_text_is_told_and_set_aside(state: Path, content: str, capsys:
     with pytest.raises(ConfigError, match=r"2.json, the text of adapter 'n2', is damaged .*state repair"):
         SqliteJournal(state, BASE)
     assert app(["state", "check", str(state)], result_action="return_value") == 1
-    assert "leaves without a text of their own, until they are loaded again: n2" in capsys.readouterr().out
+    assert "leaves without a text of their own, until they are loaded again: 'n2'" in capsys.readouterr().out
     report = repair_state(state)
     assert (report.kept, report.dropped, report.textless) == (("n1", "n2", "n3"), (), ("n2",))
     assert [file.name for file in (state / "damaged").rglob("*") if file.is_file()] == ["2.json"]
@@ -434,3 +435,11 @@ def test_a_damaged_text_is_told_and_set_aside(state: Path, content: str, capsys:
     with SqliteJournal(state, BASE) as journal:
         texts = {name: record.versions[0].text for name, record in journal.names.items()}
     assert texts == {"n1": text, "n2": None, "n3": None}
+
+
+def test_a_damaged_name_is_one_line_of_a_report(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    found = damages.Damage("\x1b[2J", "its number is no number")
+    report = replace(check_state(tmp_path), damages=(found,), dropped=("good", "\x1b[2J\nall is well"))
+    assert "drops: 'good', '\\x1b[2J\\nall is well'" in report.describe()
+    assert "\x1b" not in report.describe()

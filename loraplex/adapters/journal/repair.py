@@ -24,7 +24,7 @@ from loraplex.adapters.journal.tables import SCHEMA_VERSION, DamagedJournalError
 from loraplex.adapters.journal.tenant_rows import TenantRows
 from loraplex.adapters.journal.texts import SavedTexts
 from loraplex.adapters.registry.records import NameChange, NameRecord
-from loraplex.errors import ConfigError
+from loraplex.errors import ConfigError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,5 +232,6 @@ def _restorable(
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(name[:80] for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+    """Damaged ones may have any characters."""
+    first = ", ".join(shown(name, 80) for name in names[:8])
+    return first if len(names) <= 8 else f"{first} and {len(names) - 8} more"
