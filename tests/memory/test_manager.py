@@ -85,7 +85,7 @@ def test_a_bad_source_leaves_nothing_behind(rig: Rig) -> None:
 def test_content_that_is_not_what_was_registered_is_refused(rig: Rig) -> None:
     spec = rig.spec(1)
     rig.source.put("/p1", make_model("something else"))
-    with pytest.raises(AdapterContentChangedError, match=r"its source has changed .* was d1\); reload it"):
+    with pytest.raises(AdapterContentChangedError, match=r"its source has changed .* \(digest d1\); reload it"):
         rig.manager.add_adapter(spec)
     rig.check_empty()
 

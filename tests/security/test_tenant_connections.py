@@ -81,8 +81,8 @@ def live(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Live]:
         made = Live(server, keys)
         with made.open:
             yield made
-        until(lambda: not server.connections.tenant_counts)
-        assert server.connections.num_open == 0
+        until(lambda: not server.connections.num_open)
+        assert not server.connections.tenant_counts
 
 
 def test_beyond_its_limit_a_tenant_gets_429_and_others_are_served(live: Live) -> None:

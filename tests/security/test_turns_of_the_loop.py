@@ -459,7 +459,8 @@ async def test_a_text_that_is_no_longer_kept_is_not_made_in_the_event_loop() -> 
     """300 adapters of one request with tokens of their own were more than are kept: stalls of half a second."""
     engine = cast(Any, AsyncEngine(EngineConfig(model="/m"), None, None))
     made: list[threading.Thread] = []
-    engine._front = SimpleNamespace(text_for=lambda refs: made.append(threading.current_thread()))
+    texts = SimpleNamespace(known=lambda text: None)
+    engine._front = SimpleNamespace(text_of=lambda ref: made.append(threading.current_thread()), texts=texts)
     ref = SimpleNamespace(text=AdapterText.of({"vocab_size": 9}))
     held = HeldAdapters()
     held.text = RequestText(None, 9, ())

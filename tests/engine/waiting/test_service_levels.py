@@ -191,8 +191,9 @@ def test_tokens_of_prompts_stay_between_the_least_and_all(seconds: list[tuple[fl
     name = load.add(Claim("talker", itl_target_ms=50), 4, 20)
     load.step()
     state = load.scheduler._states[name]
-    now_s = 0.0
+    now_s, longest_s = 0.0, 0.0
     for step_s, num_tokens in seconds:
+        longest_s = max(longest_s, now_s + step_s - now_s)  # as the clock has it: a float rounds
         before = levels.budget([state]).num_prompt_tokens
         plan = [state_of_prompt(state, 1), state_of_prompt(state, min(num_tokens, before))]
         levels.see_step(plan, now_s, now_s := now_s + step_s)
@@ -201,7 +202,7 @@ def test_tokens_of_prompts_stay_between_the_least_and_all(seconds: list[tuple[fl
         assert after <= before + 512 // GROWTH
         beside_none = levels.budget([]).num_prompt_tokens
         assert after <= beside_none <= 512, "nothing is held back for requests that are not there"
-        if all(step_s <= STEP_TARGET_S for step_s, _ in seconds):
+        if longest_s <= STEP_TARGET_S:
             assert beside_none == 512
 
 
