@@ -97,7 +97,8 @@ class DescribedApi(FastAPI):
                 has_key = self.open_paths is not None and path not in self.open_paths
                 for each in operations.values():
                     for parameter in each.get("parameters", ()):
-                        parameter["schema"] = _without_null(parameter["schema"])
+                        found = _without_null(parameter["schema"])
+                        parameter["schema"] = _in_url(found) if parameter["in"] in ("path", "query") else found
                     if has_key:
                         each["security"] = [{name: []} for name in _SCHEMES]  # Swagger UI then asks for it
                     each["responses"].pop("422", None)  # FastAPI's own guess: errors of a query are 400 here
@@ -124,6 +125,16 @@ def _without_null(schema: Schema) -> Schema:
     """Of a parameter, which a query or a header has or lacks: no text of theirs is null."""
     others = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     return schema if len(others) != 1 else {**others[0], "title": schema["title"]}
+
+
+def _in_url(schema: Schema) -> Schema:
+    """Texts of a path or query have no control characters (`urls.fault_of_url`)."""
+    if "items" in schema:
+        return {**schema, "items": _in_url(schema["items"])}
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [_in_url(each) for each in schema["anyOf"]]}
+    is_any_text = schema.get("type") == "string" and not schema.keys() & {"pattern", "enum", "format", "const"}
+    return {**schema, "pattern": r"^[^\x00-\x1f\x7f]*$"} if is_any_text else schema
 
 
 def _schema_of(reply: Any) -> Schema:

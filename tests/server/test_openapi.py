@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,6 +139,22 @@ async def test_values_that_ask_for_nothing_are_in_the_schema(
 async def test_no_reference_leads_out_of_a_body(schema: dict[str, Any]) -> None:
     for _, _, operation in operations(schema):
         assert "$ref" not in str(operation.get("requestBody"))
+
+
+async def test_texts_in_a_url_have_no_control_characters(schema: dict[str, Any]) -> None:
+    texts = [
+        parameter["schema"]
+        for operations in schema["paths"].values()
+        for operation in operations.values()
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] in ("path", "query") and parameter["schema"].get("type") == "string"
+    ]
+    assert texts
+    for text in texts:
+        assert text.keys() & {"pattern", "enum", "format", "const"}, text
+    name = next(text for text in texts if text["title"] == "Name")
+    assert re.search(name["pattern"], "sql/ä")
+    assert not re.search(name["pattern"], "a\x07")
 
 
 async def test_no_parameter_may_be_null(schema: dict[str, Any]) -> None:
