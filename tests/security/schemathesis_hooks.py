@@ -27,6 +27,7 @@ REASONS = re.compile(
             r"schema|regex|grammar|json",  # forms
             r"numbers are the operator's",  # of this key
             r"has lora_int_id \d+, not",  # of this adapter
+            r"stands for control characters",  # in what a query has beside the parameters of its route
             r"other side of the conversation|at most \d+|not available in a stream|^input: List should have at least 1",
         )
     )
