@@ -105,7 +105,7 @@ class DescribedApi(FastAPI):
                     each["responses"] |= _errors((*OF_ALL, 401) if has_key else OF_ALL)
                     failed = [int(status) for status in each["responses"] if status >= "400"]
                     if is_anthropic(path):
-                        each["responses"] |= _errors(failed, _ANTHROPIC_ERROR)
+                        each["responses"] |= _errors(failed, _one_of([_ANTHROPIC_ERROR, _ERROR]))  # of a head: ours
                     elif path in FORMS:
                         each["responses"] |= _errors(failed, _one_of([_ERROR, _schema_of(FORMS[path])]))
             for unused in ("HTTPValidationError", "ValidationError"):
