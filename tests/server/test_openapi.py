@@ -61,7 +61,8 @@ async def test_errors_have_the_form_of_their_route(schema: dict[str, Any]) -> No
                 content = response["content"]["application/json"]
                 forms = content["schema"].get("anyOf", [content["schema"]])
                 assert forms[0] == {"$ref": f"#/components/schemas/{form}"}, (method, path, status)
-                assert len(forms) == (2 if path in FORMS else 1), (method, path, status)
+                is_one_of_two = path in FORMS or form == "AnthropicError"  # a head is refused before its route is known
+                assert len(forms) == (2 if is_one_of_two else 1), (method, path, status)
 
 
 async def test_keys_are_in_the_schema_of_a_server_that_has_them(schema: dict[str, Any]) -> None:
