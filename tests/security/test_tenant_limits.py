@@ -54,6 +54,23 @@ def limit(server: Tenancy, **limits: Any) -> None:
     server.refresh()
 
 
+def hang_slow(server: Tenancy) -> tuple[threading.Event, threading.Event]:
+    """What a load of /srv/acme/slow waits for, and what says that it has begun."""
+    hang, began = threading.Event(), threading.Event()
+    registry = server.engine.registry
+    assert registry is not None
+    open_adapter = registry._loader._open_adapter
+
+    def slow(path: str) -> OpenedAdapter:
+        if path == "/srv/acme/slow":
+            began.set()
+            hang.wait(60)
+        return open_adapter(path)
+
+    registry._loader._open_adapter = slow
+    return hang, began
+
+
 def client_as(server: Tenancy, role: str) -> httpx.AsyncClient:
     client = client_of(server.app)
     client.headers.update(server.headers(role))
@@ -275,18 +292,7 @@ async def test_pins_that_wait_for_a_tenants_load_take_no_turn(server: Tenancy, m
     """A tenant with a limit changes one adapter after another; what waited for its slow load kept others' places."""
     limit(server, adapters=9, pins=9)
     monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.05)
-    hang, began = threading.Event(), threading.Event()
-    registry = server.engine.registry
-    assert registry is not None
-    open_adapter = registry._loader._open_adapter
-
-    def slow(path: str) -> OpenedAdapter:
-        if path == "/srv/acme/slow":
-            began.set()
-            hang.wait(60)
-        return open_adapter(path)
-
-    registry._loader._open_adapter = slow
+    hang, began = hang_slow(server)
     async with client_as(server, "acme") as client, client_as(server, "operator") as operator:
         body = {"name": "slow", "path": "/srv/acme/slow"}
         loading = asyncio.ensure_future(client.post("/v1/adapters", json=body))
@@ -309,18 +315,7 @@ async def test_loads_that_wait_for_a_tenants_load_take_no_place(
     limit(server, adapters=99)
     monkeypatch.setattr(adapter_api, "MAX_LOADS", 2)
     app = create_app(server.engine, server.app.state.context.config)
-    hang, began = threading.Event(), threading.Event()
-    registry = server.engine.registry
-    assert registry is not None
-    open_adapter = registry._loader._open_adapter
-
-    def slow(path: str) -> OpenedAdapter:
-        if path == "/srv/acme/slow":
-            began.set()
-            hang.wait(60)
-        return open_adapter(path)
-
-    registry._loader._open_adapter = slow
+    hang, began = hang_slow(server)
     async with client_of(app) as client:
         acme, beta = server.headers("acme"), server.headers("beta")
         body = {"name": "slow", "path": "/srv/acme/slow"}
