@@ -36,6 +36,7 @@ from loraplex.adapters.journal.tenant_rows import (
 from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.errors import (
     ConfigError,
+    DatabaseUnavailableError,
     InvalidRequestError,
     JournalError,
     KeyNotFoundError,
@@ -343,7 +344,10 @@ def _as_journal_errors() -> Iterator[None]:
     try:
         yield
     except sa.exc.SQLAlchemyError as error:
-        raise JournalError(f"the database of tenants cannot be used: {reason_of(error)}") from None
+        text = f"the database of tenants cannot be used: {reason_of(error)}"
+        if isinstance(error, sa.exc.OperationalError) and "psycopg" in type(error.orig).__module__:
+            raise DatabaseUnavailableError(f"{text}; try again later") from None
+        raise JournalError(text) from None
 
 
 def _check_room(

@@ -381,10 +381,17 @@ def test_what_a_hub_says_of_an_adapter_is_bounded(hub: Hub, client: Client) -> N
     (compressed,) = client.fetch(hub, "org/sql")
     hub.list_body, hub.list_headers = b"[]", {"Link": f'<{hub.url}/api/models/org/sql/tree/main>; rel="next"'}
     (endless,) = client.fetch(hub, "org/sql")
-    for answer in (too_long, compressed, endless):
+    hub.list_body, hub.list_headers = b"[" + b"1," * (1 << 18) + b"1]", {}
+    (many_values,) = client.fetch(hub, "org/sql")
+    hub.list_body = b"[" + b"1e5," * 2000 + b"1]"
+    (slow_numbers,) = client.fetch(hub, "org/sql")
+    hub.list_body = b"[" * 100_000
+    (deep,) = client.fetch(hub, "org/sql")
+    assert deep["error"] == "AdapterFetchError"
+    for answer in (too_long, compressed, endless, many_values, slow_numbers):
         assert answer["error"] == "AdapterFetchError"
         assert "HubAnswerError" in answer["message"]
-    assert len(hub.requests) < 3 * MAX_REQUESTS
+    assert len(hub.requests) < 4 * MAX_REQUESTS
 
 
 def test_what_a_hub_redirects_to_is_bounded(hub: Hub, client: Client) -> None:

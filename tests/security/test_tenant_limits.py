@@ -22,6 +22,7 @@ from loraplex.core import RequestOutput
 from loraplex.errors import (
     AdapterNoRoomError,
     AdapterQuotaError,
+    DatabaseUnavailableError,
     EngineDeadError,
     EngineOverloadedError,
     EngineShutdownError,
@@ -29,6 +30,7 @@ from loraplex.errors import (
     LoraplexError,
 )
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
+from loraplex.server.tenants import usage_api
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from loraplex.testing import FakeAsyncEngine
@@ -607,19 +609,36 @@ async def test_looks_at_usage_that_hang_hold_nothing_else_up(server: Tenancy, mo
         assert [(await look).status_code for look in looks] == [200, 200]
 
 
+@pytest.mark.parametrize("error", [JournalError, DatabaseUnavailableError])
 async def test_a_database_that_is_away_is_not_named_to_a_tenant(
-    server: Tenancy, monkeypatch: pytest.MonkeyPatch
+    server: Tenancy, monkeypatch: pytest.MonkeyPatch, error: type[JournalError]
 ) -> None:
     assert server.context.accounts is not None
 
     def fails(*_: Any) -> None:
-        raise JournalError('connection to server at "10.0.0.5" failed for user "loraplex"')
+        raise error('connection to server at "10.0.0.5" failed for user "loraplex"')
 
     monkeypatch.setattr(server.context.accounts.book, "rows", fails)
     for role, is_told in (("acme", False), ("operator", True)):
         async with client_as(server, role) as client:
             answer = await client.get("/v1/usage")
-            assert (answer.status_code, "10.0.0.5" in answer.text) == (500, is_told)
+            assert (answer.status_code, "10.0.0.5" in answer.text) == (error.http_status, is_told)
+
+
+async def test_a_look_at_usage_ends_where_the_database_is_silent(
+    server: Tenancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.context.accounts is not None
+    ended = threading.Event()
+    monkeypatch.setattr(server.context.accounts.book, "rows", lambda *_: ended.wait(60) and [])
+    monkeypatch.setattr(usage_api, "MAX_LOOK_S", 0.05)
+    async with client_as(server, "acme") as client:
+        try:
+            answer = await client.get("/v1/usage")
+        finally:
+            ended.set()
+    assert answer.status_code == 503
+    assert "try again later" in answer.json()["error"]["message"]
 
 
 async def test_usage_as_csv_and_in_pages(server: Tenancy) -> None:

@@ -20,6 +20,7 @@ from loraplex.adapters.journal.tenant_rows import KeyRow
 from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.errors import (
     ConfigError,
+    DatabaseUnavailableError,
     InvalidRequestError,
     JournalError,
     KeyNotFoundError,
@@ -279,6 +280,14 @@ def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     engine = sa.create_engine(sa.URL.create("sqlite", database=str(tmp_path / "no" / "journal.sqlite")))
     with closing(TenantStore(engine)) as store, pytest.raises(JournalError, match="cannot be used"):
         store.revision()
+
+
+def test_a_postgres_that_is_away_is_unavailable() -> None:
+    """A tenant that asked for its usage meanwhile got 500, as for a disk that is full."""
+    pytest.importorskip("psycopg")
+    engine = Database("postgresql://loraplex@127.0.0.1:1/loraplex").pooled()
+    with closing(TenantStore(engine)) as store, pytest.raises(DatabaseUnavailableError, match="try again later"):
+        store.usage(UsageQuery(), 10)
 
 
 # --------------------------------------------------------------------------------------------------------------- usage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, unquote
@@ -10,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from loraplex.errors import DatabaseUnavailableError
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import Caller, caller_of
@@ -23,6 +25,8 @@ MAX_ROWS = 10_000
 
 NUM_LOOKS = 2
 """At a time. They ask the database, which may be silent, and nothing else waits for their threads."""
+
+MAX_LOOK_S = 10.0
 
 Day = Annotated[str, Field(pattern=r"^[1-9]\d{3}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$")]
 Text = Annotated[str, Field(max_length=256)]
@@ -75,7 +79,7 @@ class UsageRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["tenants"], route_class=StrictRoute)
-        extra = operation(replies=(UsagePage,), text_type="text/csv", errors=(404,))
+        extra = operation(replies=(UsagePage,), text_type="text/csv", errors=(404, 503))
         router.add_api_route("/v1/usage", self.usage, methods=["GET"], openapi_extra=extra)
         return router
 
@@ -99,7 +103,12 @@ class UsageRoutes:
                 row["cached_tokens"] = None
             return _answer(rows, query, caller)
 
-        return await self._looks.run(caller.account, answer, 0)
+        try:
+            async with asyncio.timeout(MAX_LOOK_S):
+                return await self._looks.run(caller.account, answer, 0)
+        except TimeoutError:
+            text = f"the database has not answered for {MAX_LOOK_S:g} s; try again later, or ask for fewer days"
+            raise DatabaseUnavailableError(text) from None
 
     def _wanted(self, query: UsageFields, caller: Caller) -> UsageQuery | None:
         """None: nothing of that is the caller's to know."""
