@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from loraplex.config import EngineConfig
     from loraplex.frontend.adapter_verbs import AdapterVerbs
     from loraplex.frontend.async_engine import AsyncEngine
+    from loraplex.processes.engine_child import EngineChild
     from loraplex.server.config import ServerConfig
 
 _log = logging.getLogger("loraplex.server")
@@ -139,8 +140,11 @@ async def load_modules(
         raise errors[min(errors)]
 
 
-async def start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:
-    """Start the engine and load the operator's adapters, with a progress bar where a person looks on."""
+async def start_engine(
+    config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]], child: EngineChild | None = None
+) -> AsyncEngine:
+    """Start the engine and load the operator's adapters, with a progress bar where a person looks on. child: its
+    process, which was made already; the caller ends it where this raises."""
     from loraplex.frontend.async_engine import AsyncEngine
     from loraplex.frontend.supervisor import Supervision
     from loraplex.progress import StartProgress
@@ -162,7 +166,9 @@ async def start_engine(config: EngineConfig, server: ServerConfig, modules: Sequ
             upload_limits=server.upload_limits,
             max_fetched_bytes=server.max_fetched_bytes,
             database=registry_database(server),
-            supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
+            supervision=Supervision(
+                server.engine_timeout_s, server.standby_engine, server.max_engine_restarts, child=child
+            ),
             runners=server.runners,
         )
         try:

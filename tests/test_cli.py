@@ -18,7 +18,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -53,6 +53,7 @@ from loraplex.frontend.supervisor import Supervision
 from loraplex.kernels.native.choice import NoLibrary, open_library
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.lora_modules import load_modules, parse_lora_modules
+from loraplex.processes.engine_child import EngineChild
 from loraplex.serve import RaySettings
 from loraplex.server import run as server_run
 from loraplex.server.app import create_app
@@ -531,7 +532,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
         seen.engine, seen.arguments = config, arguments
         return seen
 
-    def run_server(start_engine: Callable[[], Any], config: ServerConfig, say: Callable[..., str]) -> int:
+    def run_server(
+        start_engine: Callable[[], Any], config: ServerConfig, say: Callable[..., str], child: EngineChild
+    ) -> int:
+        child.end()
         seen.server = config
         asyncio.run(start_engine())
         return 7
@@ -570,7 +574,7 @@ def test_serve_passes_everything_on(run: Run, served: Served, monkeypatch: pytes
         standby_engine=False,
         max_engine_restarts=4,
     )
-    assert served.arguments["supervision"] == Supervision(90.0, has_standby=False, max_restarts=4)
+    assert replace(served.arguments["supervision"], child=None) == Supervision(90.0, has_standby=False, max_restarts=4)
     assert served.engine == EngineConfig(
         model="org/model",
         max_num_seqs=3,

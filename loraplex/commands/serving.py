@@ -11,6 +11,7 @@ from loraplex.commands.settings import engine_config, in_options_of
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError
 from loraplex.lora_modules import check_lora_modules, parse_lora_modules, start_engine
+from loraplex.processes.engine_child import EngineChild
 from loraplex.serve.settings import RayConfig, RaySettings, with_database
 from loraplex.server.api_keys import KeySettings
 from loraplex.server.config import ServerConfig, ServerSettings
@@ -128,7 +129,8 @@ def _serve(engine: EngineConfig, server: ServerConfig, modules: tuple[tuple[str,
         raise ConfigError("settings of Ray Serve are given, but it is off: leave them out, or give --ray")
     from loraplex.server.run import run_server
 
-    return run_server(lambda: start_engine(engine, server, modules), server, in_options_of("serve"))
+    child = EngineChild()
+    return run_server(lambda: start_engine(engine, server, modules, child), server, in_options_of("serve"), child)
 
 
 def _serve_demo(port: int, device: str) -> int:

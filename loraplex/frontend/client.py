@@ -8,35 +8,29 @@ import errno
 import itertools
 import logging
 import math
-import os
-import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import zmq
 import zmq.asyncio
 
-from loraplex import logs
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.errors import ConfigError, EngineDeadError, EngineTimeoutError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.frontend import messages as msg
 from loraplex.frontend.heartbeat import Heartbeat, ProcessWork
-from loraplex.processes.environment import OUTSIDE_SIGNALS, child_environment
+from loraplex.processes.engine_child import EngineChild
+from loraplex.processes.environment import OUTSIDE_SIGNALS
 
 logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
 
-ENGINE_MODULE = "loraplex.frontend.process"
 ENGINE_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 10.0
 """How long a call that only reads is waited for. An engine answers between two steps."""
@@ -47,18 +41,12 @@ RECEIVE_S = 0.02
 MAX_UNREAD, MAX_SILENCE_S = 256, 1.0
 """Requests that are sent, or ended, before the process has read them. One takes 40 us of it."""
 
-SPINNING = {"GOMP_SPINCOUNT": "1000"}
-"""For stock torch, where there are no native kernels: its threads sleep after microseconds of waiting, not after
-milliseconds, so that a process beside them costs a share of the throughput and not nearly all of it. The environment's
-own value goes before."""
-
 
 class EngineClient:
     """One engine process. Every call is answered, with EngineDeadError when the process ends before it could.
 
     `on_outputs` gets the tokens of each step; `on_death` is called once, with the reason, when the process exits
-    unexpectedly, or is killed because its loop was silent for `timeout_s`. `module` is what the process runs
-    (`python -m module ADDRESS`).
+    unexpectedly, or is killed because its loop was silent for `timeout_s`. `child`: made already; the client ends it.
     """
 
     def __init__(
@@ -68,23 +56,20 @@ class EngineClient:
         on_death: Callable[[EngineDeadError], None],
         on_progress: ProgressCallback | None = None,
         on_events: Callable[[tuple[EngineEvent, ...]], None] | None = None,
-        module: str = ENGINE_MODULE,
+        child: EngineChild | None = None,
         timeout_s: float = ENGINE_TIMEOUT_S,
     ) -> None:
         self._config = config
-        self._module = module
+        self._child = child or EngineChild()
         self._timeout_s = timeout_s
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_progress = on_progress
         self._on_events = on_events
-        self._folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
-        self._address = f"ipc://{self._folder / 'engine'}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._bind()
-        self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, asyncio.Future[msg.Reply]] = {}
         self._call_ids = itertools.count(1)
         self._num_sent = self._num_read = 0
@@ -112,30 +97,31 @@ class EngineClient:
 
     def _bind(self) -> None:
         try:
-            self._socket.bind(self._address)
+            self._socket.bind(self._child.address)
         except zmq.ZMQError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            folder = self._child.folder
+            self._child.end()
             self._context.destroy(linger=0)
-            reason = f"its path has {len(str(self._folder))} characters" if error.errno == errno.ENAMETOOLONG else error
+            reason = f"its path has {len(str(folder))} characters" if error.errno == errno.ENAMETOOLONG else error
             raise ConfigError(
-                f"no socket for the engine in {self._folder}: {reason}; set TMPDIR to a folder with a short path"
+                f"no socket for the engine in {folder}: {reason}; set TMPDIR to a folder with a short path"
             ) from error
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return self._child.pid
 
     @property
     def is_alive(self) -> bool:
-        return self._process is not None and self.death is None and not self._is_stopping
+        return self._child.is_made and self.death is None and not self._is_stopping
 
     @property
     def can_start(self) -> bool:
         """Whether a process was made, lives, and is not stopped."""
-        if self._process is None or not self.is_alive:
+        if not self.is_alive:
             return False
         try:
-            return bool(psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED)
+            return bool(psutil.Process(self._child.pid).status() != psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
@@ -145,39 +131,23 @@ class EngineClient:
         is_watched: a start that is silent for `timeout_s` is a hang. A first one may wait for a download.
         Raises the error that kept it from starting.
         """
-        is_made = self._process is not None
-        self.send(msg.StartEngine(self._config))  # first of all: others may call while the process is being made
-        if not is_made:
-            await self.make_process()
+        self.send(msg.StartEngine(self._config))  # first of all: others may call while the process imports
+        self.make_process()
         if is_watched:
             self._watch_heartbeat()
         info = await self._ready
         self._watch_heartbeat()
         return info
 
-    async def make_process(self) -> None:
-        """The process imports what an engine needs, and waits for `start`."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            # a file in the working directory must not stand in for a module: the engine imports what this process would
-            "-P",
-            "-m",
-            self._module,
-            self._address,
-            *logs.arguments(),
-            env={
-                **SPINNING,
-                **child_environment(),
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            },
-            stdin=asyncio.subprocess.PIPE,  # its end tells the engine that this process is gone
-            start_new_session=True,  # Ctrl-C in a terminal is for the server, which ends the engine in order
-        )
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+    def make_process(self) -> None:
+        """The process imports what an engine needs, and waits for `start`. A second time it does nothing."""
+        self._child.make()
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
     def _watch_heartbeat(self) -> None:
-        if self._heartbeat is None and self._process is not None and self.death is None:
-            self._heartbeat = Heartbeat(self._timeout_s, ProcessWork(self._process.pid))
+        if self._heartbeat is None and self._child.pid is not None and self.death is None:
+            self._heartbeat = Heartbeat(self._timeout_s, ProcessWork(self._child.pid))
             self._tasks.append(asyncio.create_task(self._count_silence(self._heartbeat)))
 
     def send(self, message: Any) -> None:
@@ -250,26 +220,22 @@ class EngineClient:
         try:
             await self._end_process(grace_s)
         finally:
-            if self._process is not None and self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
             for task in self._tasks:
                 task.cancel()
             self._socket.close(linger=0)
             self._context.term()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._child.end()
 
     async def _end_process(self, grace_s: float) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._child.is_made and not self._child.is_over:
             if self._has_started and self.death is None and not self._is_stopping:
                 self.send(msg.Shutdown())
             self._is_stopping = True
             try:
-                await asyncio.wait_for(self._process.wait(), grace_s if self._has_started else 0)
+                await asyncio.wait_for(self._child.wait(), grace_s if self._has_started else 0)
             except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
+                self._child.kill()
+                await self._child.wait()
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
@@ -296,13 +262,11 @@ class EngineClient:
             await asyncio.sleep(0)  # others have their turn before what came meanwhile
 
     async def _count_silence(self, heartbeat: Heartbeat) -> None:
-        assert self._process is not None
         hangs = False
         while not hangs:
             await asyncio.sleep(heartbeat.tick_s)
             hangs = heartbeat.tick()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._child.kill()
         silence = f"nothing was heard of it for {heartbeat.silence_s:.0f} s (--engine-timeout-s)"
         if not self._is_stopping:
             self._die(EngineDeadError(f"the engine process no longer responds: {silence}"))
@@ -315,8 +279,7 @@ class EngineClient:
             logger.exception("a message of the engine process could not be handled")
 
     async def _watch(self) -> None:
-        assert self._process is not None
-        code = await self._process.wait()
+        code = await self._child.wait()
         if self._is_stopping:
             return
         self.was_killed = self.death is None and -code in OUTSIDE_SIGNALS

@@ -48,7 +48,11 @@ def main(address: str) -> int:
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
-    socket.connect(address)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:  # too long: its parent says so
+        logger.debug("no socket at %s: %s", address, error)
+        return 1
     engine = None
     was_killed = False
     gc.disable()  # each of a dozen collections would look at all that torch has made until then

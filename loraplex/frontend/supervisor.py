@@ -18,7 +18,8 @@ from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.errors import EngineDeadError
 from loraplex.events import Detail, EngineEvent, EventKind
-from loraplex.frontend.client import ENGINE_MODULE, ENGINE_TIMEOUT_S, EngineClient, ProgressCallback
+from loraplex.frontend.client import ENGINE_TIMEOUT_S, EngineClient, ProgressCallback
+from loraplex.processes.engine_child import ENGINE_MODULE, EngineChild
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +36,14 @@ class Supervision:
 
     engine_timeout_s: silence of its loop after which it is killed; has_standby: a second process has imported
     everything and waits to take over; max_restarts: failures in a row after which nothing is tried any more (None: no
-    limit); module: what processes run.
+    limit); module: what processes run; child: the first one, where it was made before the rest.
     """
 
     engine_timeout_s: float = ENGINE_TIMEOUT_S
     has_standby: bool = False
     max_restarts: int | None = None
     module: str = ENGINE_MODULE
+    child: EngineChild | None = None
 
 
 class EngineSupervisor:
@@ -89,7 +91,7 @@ class EngineSupervisor:
     async def start(self) -> None:
         """Start a process and wait until its model is ready. Raises the error that kept it from starting."""
         began_s = time.monotonic()
-        self._client = self._make_client()
+        self._client = self._make_client(self._supervision.child)
         self.info = await self._client.start()
         self._serves(began_s)
 
@@ -117,14 +119,14 @@ class EngineSupervisor:
         """When to ask again while a process starts."""
         return min(max(1.0, self.start_s), MAX_PAUSE_S)
 
-    def _make_client(self) -> EngineClient:
+    def _make_client(self, child: EngineChild | None = None) -> EngineClient:
         return EngineClient(
             self._config,
             self._on_outputs,
             self._on_client_death,
             self._on_progress,
             on_events=self._on_engine_events,
-            module=self._supervision.module,
+            child=child or EngineChild(self._supervision.module),
             timeout_s=self._supervision.engine_timeout_s,
         )
 
@@ -140,7 +142,7 @@ class EngineSupervisor:
         await asyncio.sleep(SPARE_DELAY_S)
         if self._spare is None:
             self._spare = self._make_client()
-            await self._spare.make_process()
+            self._spare.make_process()
 
     async def _next_client(self) -> EngineClient:
         """The spare, if there is one that can start; else a new one."""

@@ -33,6 +33,7 @@ from loraplex.server.telemetry.tracing import check_tracing
 from loraplex.server.tls import tls_context
 
 if TYPE_CHECKING:
+    from loraplex.processes.engine_child import EngineChild
     from loraplex.server.context import ServerContext
     from loraplex.server.engine_surface import EngineSurface
 
@@ -78,8 +79,14 @@ class Served(Protocol):
     async def finish(self) -> None: ...
 
 
-def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[LoraplexError], str] = str) -> int:
-    """Serve until a signal. `say` puts an error that ends the start into words.
+def run_server(
+    start_engine: StartEngine,
+    config: ServerConfig,
+    say: Callable[[LoraplexError], str] = str,
+    child: EngineChild | None = None,
+) -> int:
+    """Serve until a signal. `say` puts an error that ends the start into words. child: the process that `start_engine`
+    will take; its imports take longest, so it is made before the rest of this one's, and ended after all.
 
     Returns the exit code: 0, 1 when the port or the engine cannot be had or kept, 128 + n on signal n before that.
     """
@@ -88,6 +95,8 @@ def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[L
     for warning in config.warnings:
         _log.warning("%s", warning)
     try:
+        if child is not None:
+            child.make()
         max_connections(
             config
         )  # this, certificate and folder are made again later: what is wrong is said before the engine starts
@@ -100,6 +109,9 @@ def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[L
     except LoraplexError as error:
         logs.say(f"error: {say(error)}", sys.stderr)
         return 1
+    finally:
+        if child is not None:
+            child.end()
 
 
 def tune_interpreter() -> None:

@@ -47,7 +47,7 @@ class PlayedClient:
     def can_start(self) -> bool:
         return self.is_made and self.death is None
 
-    async def make_process(self) -> None:
+    def make_process(self) -> None:
         self.is_made = True
 
     async def start(self, is_watched: bool = False) -> EngineInfo:

@@ -195,7 +195,9 @@ def test_what_an_operator_is_warned_of(settings: dict[str, object], warnings: li
 def test_the_command_line_takes_keys_from_everywhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the environment that child processes inherit has them no longer."""
     seen: list[ServerConfig] = []
-    monkeypatch.setattr(server_run, "run_server", lambda start, config, say: seen.append(config) or 0)
+    monkeypatch.setattr(
+        server_run, "run_server", lambda start, config, say, child: seen.append(config) or child.end() or 0
+    )
     monkeypatch.setenv("LORAPLEX_API_KEY", KEY)
     monkeypatch.setenv("LORAPLEX_ADMIN_API_KEY", ADMIN)
     file.write_text(FILE_KEY)

@@ -69,6 +69,8 @@ class Runners:
         specs: dict[int, AdapterSpec] = {}
         self.all = tuple(Runner(number, each, specs) for number, each in enumerate(settings.configs(config)))
         self._store = StoreOfRunners(self.all, self._death_now, specs)
+        of_first = supervision or Supervision()
+        of_others = replace(of_first, child=None)
         for runner in self.all:
             runner.supervisor = EngineSupervisor(
                 runner.config,
@@ -77,7 +79,7 @@ class Runners:
                 partial(self._restore_runner, runner),
                 on_progress if runner is self.all[0] else None,
                 partial(self._on_runner_event, runner),
-                supervision,
+                of_first if runner is self.all[0] else of_others,
             )
 
     def __len__(self) -> int:
