@@ -339,7 +339,7 @@ class Scheduler:
     def _admit_from(self, admission: Admission, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
         num_seats = self._max_running - self._num_seats_taken - self._mixes.num_more
-        while budget.num_tokens > 0 and num_seats > 0 and (state := admission.next()) is not None:
+        while budget.may_admit and num_seats > 0 and (state := admission.next()) is not None:
             if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
                 admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
                 continue
@@ -408,7 +408,7 @@ class Scheduler:
 
     def _admit(self, state: RequestState, budget: StepBudget, scheduled: list[ScheduledSequence]) -> bool:
         """Move a request to the running ones with KV for all its tokens; False when that, or the budget, is short."""
-        has_table, is_reserved = state.keeps_kv, False
+        has_table, is_reserved, num_cached = state.keeps_kv, False, 0
         try:
             if not has_table:
                 num_cached = self._blocks.start(state.request, state.token_ids)
@@ -440,6 +440,7 @@ class Scheduler:
         self._turns.begin(state)
         self._mixes.begin(state.request.mix)
         budget.take(num_tokens, state)
+        budget.num_shared_blocks -= num_cached // self._blocks.block_size
         scheduled.append(ScheduledSequence.next_of(state, num_tokens))
         return True
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.core import Request
 from loraplex.kvcache.block_pool import BlockPool, ChunkLender, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, activated_key, next_key, root_key
+
+KEPT_CHAINS = 4
+"""Prompts whose keys are kept: those that were looked up last."""
 
 
 @dataclass(slots=True)
@@ -44,6 +48,17 @@ class _Table:
     def digest_of_last(self, block_size: int) -> str:
         """Whose KV the last block with a key holds: the base's before an aLoRA's invocation."""
         return "" if (len(self.keys) - 1) * block_size <= self.adapter_from else self.adapter_digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Keys of a prompt, as far as one was asked for: its completions share the object `prompt`, and so these.
+
+    That is here so that its `id` stays its own.
+    """
+
+    prompt: Sequence[int]
+    keys: list[bytes]
 
 
 @dataclass(slots=True)
@@ -86,6 +101,7 @@ class KVBlockAllocator:
         self._cache = PrefixCache() if is_prefix_caching else None
         self._pool = BlockPool(chunks or FixedChunks(num_blocks // blocks_per_chunk), blocks_per_chunk, self._cache)
         self._tables: dict[str, _Table] = {}
+        self._chains: OrderedDict[tuple[int, str, str, int], _Chain] = OrderedDict()
         self._lock = threading.Lock()
         self._num_owed = 0
         self.num_queried_tokens = 0
@@ -117,17 +133,29 @@ class KVBlockAllocator:
                 return 0
             # The last token is always computed: the step needs its logits. Prompt logprobs need those of every token.
             is_sharable = request.sampling_params.prompt_logprobs is None
-            for _ in range(0, len(token_ids) - self._block_size if is_sharable else 0, self._block_size):
-                key = table.next_key(token_ids, self._block_size)
-                kv_block = self._cache.find(key)
+            keys = self._known_keys(request, token_ids)
+            for index in range(1, 1 + (len(token_ids) - 1) // self._block_size if is_sharable else 0):
+                if index == len(keys):
+                    keys.append(table.next_key(token_ids, self._block_size))
+                kv_block = self._cache.find(keys[index])
                 if kv_block is None:
                     break
                 self._pool.share(kv_block)
-                table.keys.append(key)
+                table.keys.append(keys[index])
                 table.blocks.append(kv_block)
         num_cached = len(table.blocks) * self._block_size
         table.num_queried, table.num_hit = len(token_ids), num_cached
         return num_cached
+
+    def _known_keys(self, request: Request, token_ids: Sequence[int]) -> list[bytes]:
+        """From the root on; what is appended is kept for the prompt, unless there are tokens behind it."""
+        prompt = request.prompt_token_ids
+        identity = id(prompt), request.adapter_digest, request.cache_salt, request.adapter_from
+        chain = self._chains.pop(identity, None) or _Chain(prompt, _Table.of(request).keys)
+        self._chains[identity] = chain
+        if len(self._chains) > KEPT_CHAINS:
+            self._chains.popitem(last=False)
+        return chain.keys if len(token_ids) == len(prompt) else chain.keys.copy()
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         table = self._tables[request_id]

@@ -137,9 +137,10 @@ class BlockPool:
         """One reference less for each; give the last block of a sequence first, so that prefixes live longest."""
         worthless: list[int] = []
         for kv_block in kv_blocks:
-            assert self._num_refs[kv_block] > 0, f"KV block {kv_block} is released more often than acquired"
-            self._num_refs[kv_block] -= 1
-            if self._num_refs[kv_block] > 0:
+            num_left = self._num_refs[kv_block] - 1
+            assert num_left >= 0, f"KV block {kv_block} is released more often than acquired"
+            self._num_refs[kv_block] = num_left
+            if num_left:
                 continue
             chunk = self._chunk_of(kv_block)
             self._num_used[chunk] -= 1

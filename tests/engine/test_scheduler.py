@@ -23,8 +23,9 @@ from loraplex.core import (
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.waiting.queue import MAX_PASSED, NUM_LOOKS
-from loraplex.engine.waiting.service_levels import MAX_CANDIDATES, StepBudget
+from loraplex.engine.waiting.service_levels import MAX_CANDIDATES, MAX_SHARED_BLOCKS, StepBudget
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError
+from loraplex.kvcache import allocator
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.sampling_params import NO_CLAIM, Claim
 
@@ -388,6 +389,30 @@ class TestBudgets:
             assert budget.fit(state) == 1
             budget.take(1, state)
             assert budget.fit(state) == 0
+
+    def test_completions_of_a_cached_prompt_hash_it_once_and_begin_in_several_steps(self) -> None:
+        """Each has one token to compute, but a look-up for every block of its prompt."""
+        num_blocks, num_completions = 2000, 40
+        harness = Harness(num_blocks=2 * num_blocks, seqs=num_completions, tokens=512)
+        prompt = tuple(range(num_blocks * 8 + 1))
+        first = Request("first", prompt, SamplingParams(), 1, 0)
+        harness.blocks.start(first, prompt)
+        assert harness.blocks.reserve("first", len(prompt))
+        harness.blocks.commit("first", prompt, len(prompt))
+        harness.blocks.free("first")
+        same = (*prompt,)
+        for index in range(num_completions):
+            harness.scheduler.add(Request(f"c{index}", same, SamplingParams(), 1, 0))
+        begun, num_most = [], -(-MAX_SHARED_BLOCKS // num_blocks)
+        with patch.object(allocator, "next_key", wraps=allocator.next_key) as next_key:
+            while harness.scheduler.has_unfinished:
+                step = ran(harness.step())
+                assert set(step.values()) == {1}
+                assert len(step) <= num_most
+                begun += step
+                assert next_key.call_count == num_blocks
+        assert begun == [f"c{index}" for index in range(num_completions)]
+        assert len(harness.plans) == -(-num_completions // num_most)
 
     def test_no_more_than_max_num_seqs(self) -> None:
         harness = Harness(seqs=2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.core import Request, SamplingParams
-from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.kvcache.allocator import KEPT_CHAINS, KVBlockAllocator
 from loraplex.kvcache.block_pool import BlockPool, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
 from loraplex.text.processor import NEVER_ACTIVE
@@ -212,6 +212,26 @@ class TestSharing:
         alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*owned, strict=False))) - 1
         alike = min(alike, len(owned[1]) - 2)  # the last token is always computed
         assert num_cached == max(0, alike) // BLOCK_SIZE * BLOCK_SIZE
+
+    def test_keys_that_are_kept_for_a_prompt_are_those_of_an_equal_one(self) -> None:
+        """Whatever else differs between requests with the same object: model, tenant, invocation, tokens behind it."""
+        prompt = tuple(range(3 * BLOCK_SIZE + 1))
+        same, equal = KVBlockAllocator(400, BLOCK_SIZE), KVBlockAllocator(400, BLOCK_SIZE)
+        starts = 0, BLOCK_SIZE + 2, BLOCK_SIZE + 3
+        kinds = list(itertools.product(["", "one", "two"], ["", "salt"], starts, [0, 1, 9]))
+        for index, (digest, salt, start, num_outputs) in enumerate([*kinds, *reversed(kinds), *kinds]):
+            tables = []
+            for blocks, token_ids in ((same, prompt), (equal, (*prompt,))):
+                request = activated(make_request(f"r{index}", [], digest, salt), start)
+                request = replace(request, prompt_token_ids=token_ids)
+                token_ids += (7,) * num_outputs
+                blocks.start(request, token_ids)
+                assert blocks.reserve(request.request_id, len(token_ids))
+                blocks.commit(request.request_id, token_ids, len(token_ids))
+                tables.append(blocks._tables[request.request_id])
+                blocks.free(request.request_id)
+            assert tables[0] == tables[1]
+        assert len(same._chains) == KEPT_CHAINS
 
     def test_prompt_logprobs_need_every_token_computed(self) -> None:
         allocator = KVBlockAllocator(16, BLOCK_SIZE)

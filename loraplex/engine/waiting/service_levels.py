@@ -36,14 +36,24 @@ ADMITTED_SHARE = 4
 MAX_CANDIDATES = 4096
 """Of log probabilities of prompts, in a step: each takes microseconds of Python, here and in the server."""
 
+MAX_SHARED_BLOCKS = 2**14
+"""Of cached prompts, in a step: each takes a microsecond or two of Python, and more than that where its key is made."""
+
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens that a step may still run; of them, tokens of prompts; and candidates of prompts' log probabilities."""
+    """Tokens that a step may still run; of them, tokens of prompts; candidates of prompts' log probabilities; and
+    cached blocks of prompts that begin."""
 
     num_tokens: int
     num_prompt_tokens: int
     num_candidates: int = MAX_CANDIDATES
+    num_shared_blocks: int = MAX_SHARED_BLOCKS
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether a request may begin; of its cached blocks there may be more than are left."""
+        return self.num_tokens > 0 and self.num_shared_blocks > 0
 
     def shared_out(
         self, running: Sequence[RequestState], may_admit: Callable[[], bool]
