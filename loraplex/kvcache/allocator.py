@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from loraplex.core import Request
 from loraplex.kvcache.block_pool import BlockPool, ChunkLender, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, activated_key, next_key, root_key
+from loraplex.sampling_params import NO_CLAIM, Claim
 
 KEPT_CHAINS = 4
 """Prompts whose keys are kept: those that were looked up last."""
@@ -21,21 +22,24 @@ class _Table:
     """One request's blocks; the first `len(keys) - 1` of them are full and have been offered to the cache.
 
     blocks: int32, which a step copies into its own table as they are: as a list they would be converted one by one in
-    every step. adapter_from: `Request.adapter_from`. num_queried, num_hit: what its look-up adds to the counters once
-    it runs; one that finds no room asks again in every step.
+    every step. adapter_from: `Request.adapter_from`. claim: of the tenant that its cached blocks count for.
+    num_queried, num_hit: what its look-up adds to the counters once it runs; one that finds no room asks again in every
+    step.
     """
 
     adapter_digest: str
     keys: list[bytes]
     blocks: array[int] = field(default_factory=lambda: array("i"))
     adapter_from: int = 0
+    claim: Claim = NO_CLAIM
     num_queried: int = 0
     num_hit: int = 0
 
     @classmethod
     def of(cls, request: Request) -> _Table:
         digest = "" if request.adapter_from else request.adapter_digest
-        return cls(request.adapter_digest, [root_key(digest, request.cache_salt)], adapter_from=request.adapter_from)
+        keys = [root_key(digest, request.cache_salt)]
+        return cls(request.adapter_digest, keys, adapter_from=request.adapter_from, claim=request.claim)
 
     def next_key(self, token_ids: Sequence[int], block_size: int) -> bytes:
         """Of the block behind those that have keys."""
@@ -193,8 +197,9 @@ class KVBlockAllocator:
             table.keys.append(table.next_key(token_ids, self._block_size))
             with self._lock:
                 if self._pool.is_usable(table.blocks[index]):
-                    digest = table.digest_of_last(self._block_size)
-                    self._cache.publish(table.keys[-1], table.blocks[index], digest)
+                    digest, claim = table.digest_of_last(self._block_size), table.claim
+                    if self._cache.publish(table.keys[-1], table.blocks[index], digest, claim.tenant, claim.weight):
+                        self._pool.has_more(claim.tenant)
 
     def withdraw(self, request_id: str) -> None:
         if self._cache is not None:

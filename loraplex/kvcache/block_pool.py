@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
+from loraplex.kvcache.cached_blocks import CachedBlocks
 from loraplex.kvcache.prefix_cache import PrefixCache
 
 
@@ -76,8 +77,8 @@ class BlockPool:
     """Blocks of the chunks that a lender has lent. The floor is taken at once, more by need.
 
     Lent first: free blocks without cached content (the last freed first: memory that was touched is touched again),
-    then those of another chunk, then free blocks that `cache` knows, least recently freed first. Not thread-safe. Pure
-    bookkeeping: the memory itself belongs to the arena.
+    then those of another chunk, then free blocks that `cache` knows, in the order of `CachedBlocks`. Not thread-safe.
+    Pure bookkeeping: the memory itself belongs to the arena.
     """
 
     def __init__(self, chunks: ChunkLender, blocks_per_chunk: int, cache: PrefixCache | None = None) -> None:
@@ -88,7 +89,7 @@ class BlockPool:
         self._num_used: dict[int, int] = {}  # chunk -> blocks with references
         self._closed: set[int] = set()  # fenced chunks: their free blocks have no user
         self._worthless: OrderedDict[int, None] = OrderedDict()  # free, without cached content
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free, with cached content
+        self._cached = CachedBlocks(PrefixCache() if cache is None else cache)  # free, with cached content
         while len(self._num_used) < chunks.floor and self._grow():
             pass
 
@@ -129,7 +130,7 @@ class BlockPool:
     def share(self, kv_block: int) -> None:
         """One more reference; a free block that still has its content comes back into use."""
         if self._num_refs[kv_block] == 0:
-            del (self._cached if kv_block in self._cached else self._worthless)[kv_block]
+            self._take_out(kv_block)
             self._num_used[self._chunk_of(kv_block)] += 1
         self._num_refs[kv_block] += 1
 
@@ -147,7 +148,7 @@ class BlockPool:
             if chunk in self._closed:
                 self._free_closed(kv_block)
             elif self._cache is not None and self._cache.has(kv_block):
-                self._cached[kv_block] = None
+                self._cached.add(kv_block)
             else:
                 worthless.append(kv_block)
         for kv_block in reversed(worthless):
@@ -157,7 +158,7 @@ class BlockPool:
     def reuse_first(self, kv_block: int) -> None:
         """The cache has forgotten the content of a block: if it is free, it is lent before the others."""
         if kv_block in self._cached:
-            del self._cached[kv_block]
+            self._cached.discard(kv_block)
             self._worthless[kv_block] = None
             self._worthless.move_to_end(kv_block, last=False)
 
@@ -205,6 +206,10 @@ class BlockPool:
         lacking = count - len(self._worthless) - len(self._cached)
         num_chunks = -(-lacking // self.blocks_per_chunk)
         return num_chunks if 0 < num_chunks <= self._lender.ceiling - self.num_chunks else 0
+
+    def has_more(self, owner: str) -> None:
+        """The cache knows more blocks of this owner than before."""
+        self._cached.note(owner)
 
     def is_usable(self, kv_block: int) -> bool:
         """Whether its content may be shared: its chunk is not fenced."""
@@ -270,7 +275,8 @@ class BlockPool:
             self._worthless[kv_block] = None
 
     def _lend(self) -> int:
-        kv_block, _ = (self._worthless or self._cached).popitem(last=False)
+        kv_block = next(iter(self._worthless)) if self._worthless else self._cached.next()
+        self._take_out(kv_block)
         self._forget(kv_block)
         self._num_refs[kv_block] = 1
         self._num_used[self._chunk_of(kv_block)] += 1
@@ -280,20 +286,23 @@ class BlockPool:
         for kv_block in self._blocks_of(chunk):
             self._forget(kv_block)
             del self._num_refs[kv_block]
-            self._worthless.pop(kv_block, None)
-            self._cached.pop(kv_block, None)
+            self._take_out(kv_block)
         del self._num_used[chunk]
         self._lender.give_back(chunk)
 
     def _free_closed(self, kv_block: int) -> None:
         chunk = self._chunk_of(kv_block)
         del self._num_refs[kv_block]
-        self._worthless.pop(kv_block, None)
-        self._cached.pop(kv_block, None)
+        self._take_out(kv_block)
         if not any(each in self._num_refs for each in self._blocks_of(chunk)):
             self._closed.discard(chunk)
             del self._num_used[chunk]
             self._lender.give_back(chunk)
+
+    def _take_out(self, kv_block: int) -> None:
+        """Of the free ones, if it is one."""
+        self._worthless.pop(kv_block, None)
+        self._cached.discard(kv_block)
 
     def _forget(self, kv_block: int) -> None:
         if self._cache is not None:
@@ -311,6 +320,7 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Assert that a block is free exactly when it has no reference, in the right list, and that chunks add up."""
         assert self._worthless.keys().isdisjoint(self._cached)
+        self._cached.check_integrity()
         for kv_block, refs in self._num_refs.items():
             assert refs >= 0, f"KV block {kv_block} has {refs} references"
             is_cached = self._cache is not None and self._cache.has(kv_block)

@@ -11,6 +11,7 @@ shared by accident.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -38,11 +39,16 @@ def activated_key(parent: bytes, adapter_digest: str, adapter_from: int) -> byte
 
 
 class PrefixCache:
-    """key -> KV block, and back. It owns no reference: a cached block may be free, until the pool lends it again."""
+    """key -> KV block, and back. It owns no reference: a cached block may be free, until the pool lends it again.
+
+    The owner of a block is the tenant whose request computed it.
+    """
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._entry_of: dict[int, tuple[bytes, str]] = {}
+        self._entry_of: dict[int, tuple[bytes, str, str]] = {}
+        self._num_of: dict[str, int] = {}  # blocks of an owner
+        self._weight_of: dict[str, float] = {}
         self._blocks_of_digest: dict[str, set[int]] = {}
         self._digests_with: dict[str, set[str]] = {}  # by content: its own, and those of mixes with it
 
@@ -55,13 +61,23 @@ class PrefixCache:
     def has(self, kv_block: int) -> bool:
         return kv_block in self._entry_of
 
-    def publish(self, key: bytes, kv_block: int, adapter_digest: str) -> bool:
-        """Remember that `kv_block` holds `key`; False when another block already does."""
+    def owner_of(self, kv_block: int) -> str:
+        return self._entry_of[kv_block][2]
+
+    def share_of(self, owner: str) -> float:
+        """Blocks that it has, over its weight."""
+        return self._num_of[owner] / self._weight_of[owner]
+
+    def publish(self, key: bytes, kv_block: int, adapter_digest: str, owner: str = "", weight: float = 1.0) -> bool:
+        """Remember that `kv_block` holds `key`; False when another block already does. weight: of the owner from now
+        on."""
         if key in self._block_of:
             return False
         self.forget(kv_block)
         self._block_of[key] = kv_block
-        self._entry_of[kv_block] = (key, adapter_digest)
+        self._entry_of[kv_block] = (key, adapter_digest, owner)
+        self._num_of[owner] = self._num_of.get(owner, 0) + 1
+        self._weight_of[owner] = weight
         if adapter_digest not in self._blocks_of_digest:
             self._blocks_of_digest[adapter_digest] = set()
             for content in contents_of(adapter_digest):
@@ -73,8 +89,11 @@ class PrefixCache:
         entry = self._entry_of.pop(kv_block, None)
         if entry is None:
             return
-        key, adapter_digest = entry
+        key, adapter_digest, owner = entry
         del self._block_of[key]
+        self._num_of[owner] -= 1
+        if not self._num_of[owner]:
+            del self._num_of[owner], self._weight_of[owner]
         blocks = self._blocks_of_digest[adapter_digest]
         blocks.discard(kv_block)
         if not blocks:
@@ -87,9 +106,10 @@ class PrefixCache:
     def rename(self, kv_block: int, new_block: int) -> None:
         """What `kv_block` holds, if it is cached, is in `new_block` now."""
         if kv_block in self._entry_of:
-            key, adapter_digest = self._entry_of[kv_block]
+            key, adapter_digest, owner = self._entry_of[kv_block]
+            weight = self._weight_of[owner]
             self.forget(kv_block)
-            self.publish(key, new_block, adapter_digest)
+            self.publish(key, new_block, adapter_digest, owner, weight)
 
     def drop_digest(self, adapter_digest: str) -> list[int]:
         """Forget every block of an adapter's content, alone or in a mix; returns them."""
@@ -102,7 +122,9 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Assert that the maps say the same."""
         assert len(self._block_of) == len(self._entry_of)
-        for kv_block, (key, adapter_digest) in self._entry_of.items():
+        owners = Counter(owner for _, _, owner in self._entry_of.values())
+        assert (self._num_of, self._weight_of.keys()) == (owners, owners.keys())
+        for kv_block, (key, adapter_digest, _) in self._entry_of.items():
             assert self._block_of[key] == kv_block
             assert kv_block in self._blocks_of_digest[adapter_digest]
         assert sum(map(len, self._blocks_of_digest.values())) == len(self._entry_of)

@@ -16,6 +16,7 @@ from loraplex.core import Request, SamplingParams
 from loraplex.kvcache.allocator import KEPT_CHAINS, KVBlockAllocator
 from loraplex.kvcache.block_pool import BlockPool, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
+from loraplex.sampling_params import Claim
 from loraplex.text.processor import NEVER_ACTIVE
 
 BLOCK_SIZE = 8
@@ -255,6 +256,62 @@ class TestSharing:
         assert allocator.reserve("a", 16)
 
 
+class TestShares:
+    """A tenant keeps what it has up to its share of what is cached."""
+
+    def fill(self, weight_of_beta: float = 1.0) -> tuple[KVBlockAllocator, list[Request]]:
+        """beta has 4 prompts of 2 blocks in 20, used before; acme then sends 30 prompts of 2 blocks."""
+        allocator = KVBlockAllocator(20, BLOCK_SIZE)
+        beta = Claim(tenant="beta", weight=weight_of_beta)
+        prompts = [replace(make_request(f"b{i}", [i] * 17, salt="beta"), claim=beta) for i in range(4)]
+        for request in prompts:
+            compute(allocator, request)
+            allocator.free(request.request_id)
+        for i in range(30):
+            request = replace(make_request(f"a{i}", [100 + i] * 17, salt="acme"), claim=Claim(tenant="acme"))
+            compute(allocator, request)
+            allocator.free(request.request_id)
+        return allocator, prompts
+
+    def hits(self, allocator: KVBlockAllocator, prompts: list[Request]) -> list[int]:
+        found = []
+        for request in prompts:
+            found.append(allocator.start(request, request.prompt_token_ids))
+            allocator.free(request.request_id)
+        return found
+
+    def test_others_push_out_nothing_of_it(self) -> None:
+        allocator, prompts = self.fill()
+        assert self.hits(allocator, prompts) == [16] * 4
+
+    def test_a_smaller_weight_keeps_less_and_what_was_used_last(self) -> None:
+        allocator, prompts = self.fill(weight_of_beta=0.25)
+        assert self.hits(allocator, prompts) == [0, 0, 8, 16]  # 3 blocks of weight 1/4 are as 12 of the 14 others
+
+    def test_a_tenant_that_is_alone_has_all(self) -> None:
+        allocator = KVBlockAllocator(20, BLOCK_SIZE)
+        requests = [make_request(f"a{i}", [i] * 17) for i in range(12)]
+        for request in requests:
+            compute(allocator, request)
+            allocator.free(request.request_id)
+        assert self.hits(allocator, requests[-9:]) == [16] * 9
+
+    def test_running_requests_count(self) -> None:
+        """Those of acme hold most, and what it has besides goes before that of beta."""
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        acme, beta = Claim(tenant="acme"), Claim(tenant="beta")
+        runs = replace(make_request("runs", [1] * 40, salt="acme"), claim=acme)
+        old = [replace(make_request(f"b{i}", [10 + i] * 17, salt="beta"), claim=beta) for i in range(2)]
+        last = replace(make_request("last", [2] * 17, salt="acme"), claim=acme)
+        for request in (runs, *old, last):
+            compute(allocator, request)
+        for request in (*old, last):
+            allocator.free(request.request_id)
+        more = replace(make_request("more", [3] * 56, salt="acme"), claim=acme)
+        compute(allocator, more)
+        assert self.hits(allocator, old) == [16, 16]
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Any order of starts, growth, ends and drops keeps references exact, and everything returns."""
 
@@ -269,11 +326,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         flavour=st.integers(0, 2),
         digest=st.sampled_from(["", "a", "b"]),
         adapter_from=st.one_of(st.just(0), st.integers(0, 40)),
+        claim=st.builds(Claim, tenant=st.sampled_from(["", "acme", "beta"]), weight=st.sampled_from([0.5, 1.0, 3.0])),
     )
-    def start(self, length: int, flavour: int, digest: str, adapter_from: int) -> None:
+    def start(self, length: int, flavour: int, digest: str, adapter_from: int, claim: Claim) -> None:
         self.counter += 1
         prompt = [flavour] * (length // 2) + list(range(length - length // 2))
         request = activated(make_request(f"r{self.counter}", prompt, digest), adapter_from)
+        request = replace(request, claim=claim)
         num_cached = self.allocator.start(request, prompt)
         assert num_cached < len(prompt)
         if self.allocator.reserve(request.request_id, len(prompt)):
@@ -316,6 +375,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def is_consistent(self) -> None:
         self.allocator.check_integrity()
+
+    @invariant()
+    def what_is_lent_next_is_of_the_tenant_that_has_most(self) -> None:
+        cache, free = self.allocator._cache, self.allocator._pool._cached
+        assert cache is not None
+        if free:
+            assert cache.share_of(cache.owner_of(free.next())) == max(cache.share_of(cache.owner_of(i)) for i in free)
 
     def teardown(self) -> None:
         for request_id in self.tokens:
