@@ -185,13 +185,13 @@ class AsyncEngine(AdapterVerbs):
         """The adapters of a request whose prompts are yet to be encoded. Raises as `generate` does."""
         return self._front.hold_adapters(choice, num_prompts)
 
-    def check_known_grammar(self, wanted: StructuredOutputsParams) -> bool:
+    def check_known_grammar(self, wanted: StructuredOutputsParams, client: str = "") -> bool:
         """`check_grammar` at once; False where it would take time."""
-        return self._front.forms.check_known(wanted)
+        return self._front.forms.check_known(wanted, client)
 
-    def check_grammar(self, wanted: StructuredOutputsParams) -> None:
+    def check_grammar(self, wanted: StructuredOutputsParams, client: str = "") -> None:
         """Raises InvalidRequestError for a form that outputs cannot have. It may take seconds: in a thread."""
-        self._front.forms.check(wanted)
+        self._front.forms.check(wanted, client)
 
     @property
     def registry(self) -> LoRARegistry | None:

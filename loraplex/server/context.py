@@ -21,7 +21,7 @@ from loraplex.frontend.making import AdapterMaker
 from loraplex.processes.bounded import NUM_PROCESSES
 from loraplex.server.api_error import ApiError
 from loraplex.server.audit import Audit
-from loraplex.server.auth import KeyRing
+from loraplex.server.auth import KeyRing, caller_of
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Connections
@@ -139,9 +139,10 @@ class ServerContext:
         if form is not None:
             if form.kind == "grammar":
                 self.check_grammars_allowed(field)
+            owner = caller_of(request).owner
             with as_field(field):
-                if not self.engine.check_known_grammar(form):  # one that is known waits for no other's
-                    await self.grammars.run_for(request, partial(self.engine.check_grammar, form), GRAMMAR_BYTES)
+                if not self.engine.check_known_grammar(form, owner):  # one that is known waits for no other's
+                    await self.grammars.run_for(request, partial(self.engine.check_grammar, form, owner), GRAMMAR_BYTES)
 
     def check_takes_uploads(self) -> None:
         """Raises ApiError where anybody could send an adapter."""

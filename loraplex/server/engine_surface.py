@@ -156,11 +156,11 @@ class EngineSurface(Protocol):
         """The adapters of a request whose prompts are yet to be encoded. Raises AdapterNotFoundError."""
         ...
 
-    def check_known_grammar(self, wanted: StructuredOutputsParams) -> bool:
-        """`check_grammar` at once; False where it would take time."""
+    def check_known_grammar(self, wanted: StructuredOutputsParams, client: str = "") -> bool:
+        """`check_grammar` at once; False where it would take time: no client learns what others have asked for."""
         ...
 
-    def check_grammar(self, wanted: StructuredOutputsParams) -> None:
+    def check_grammar(self, wanted: StructuredOutputsParams, client: str = "") -> None:
         """Raises InvalidRequestError for a form that outputs cannot have. In a thread: it takes up to seconds."""
         ...
 

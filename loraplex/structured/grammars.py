@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from loraplex.errors import InvalidRequestError, shortened
 from loraplex.structured.params import StructuredOutputsParams
-from loraplex.structured.turns import Ahead, CompileTurns
+from loraplex.structured.turns import Ahead, CompileTurns, forget_one
 
 MAX_COMPILED = 16
 """Kept, so that equal ones are compiled once. With the states that masks add, one may take 60 MB."""
@@ -319,19 +319,19 @@ class GrammarCompiler:
         with suppress(InvalidRequestError):
             self._tokens()
 
-    def check_known(self, params: StructuredOutputsParams) -> bool:
+    def check_known(self, params: StructuredOutputsParams, client: str = "") -> bool:
         """`check` at once; False where it is not compiled."""
-        known = self._compiled.get((None, params.digest))
+        known = self._compiled.get((client, params.digest))
         if known is None or not known.done():
             return False
-        self.check(params)
+        self.check(params, client)
         return True
 
-    def check(self, params: StructuredOutputsParams) -> None:
+    def check(self, params: StructuredOutputsParams, client: str = "") -> None:
         """Raises InvalidRequestError with the reason why outputs cannot have this form."""
-        self.compile(params)
+        self.compile(params, client)
 
-    def compile(self, params: StructuredOutputsParams, client: Hashable = None) -> Any:
+    def compile(self, params: StructuredOutputsParams, client: Hashable = "") -> Any:
         """The matcher at its beginning; not to be changed. Equal ones of a client are compiled once, by the first that
         asks. Copies share an automaton that grows with what they match, up to a limit, so two clients share none."""
         return self._compile(params, client).matcher
@@ -342,8 +342,7 @@ class GrammarCompiler:
             known, mine = self._compiled.get(key), Future[Any]()
             if known is None:
                 self._compiled[key] = mine
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+                forget_one(self._compiled, MAX_COMPILED)
             else:
                 self._compiled.move_to_end(key)
         if known is None:

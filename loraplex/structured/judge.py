@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -20,6 +20,7 @@ from typing import Any
 from loraplex.errors import EngineOverloadedError, EngineTimeoutError, InvalidRequestError, LoraplexError
 from loraplex.processes.bounded import BoundedProcesses, BoundedWork, answer_questions
 from loraplex.structured.params import StructuredOutputsParams
+from loraplex.structured.turns import forget_one
 
 MAX_VERDICTS = 128
 """Kept, so that equal forms are judged once."""
@@ -44,12 +45,13 @@ WORK = BoundedWork(
 
 
 class FormJudge:
-    """Any thread may call it, and waits. Verdicts are kept."""
+    """Any thread may call it, and waits. Verdicts are kept, for each client its own: how long one takes would say what
+    others have asked for."""
 
     def __init__(self, work: BoundedWork = WORK) -> None:
         self._work = work
         self._processes = BoundedProcesses(work)
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[Hashable, bytes], str | None] = OrderedDict()
         self._lock = threading.Lock()
         self.close = self._processes.close
 
@@ -58,27 +60,27 @@ class FormJudge:
         with suppress(LoraplexError):
             self.check(StructuredOutputsParams(json_object=True))
 
-    def check_known(self, params: StructuredOutputsParams) -> bool:
+    def check_known(self, params: StructuredOutputsParams, client: str = "") -> bool:
         """At once. False: there is no verdict. Raises InvalidRequestError as `check`."""
+        key = client, params.digest
         with self._lock:
-            if params.digest not in self._verdicts:
+            if key not in self._verdicts:
                 return False
-            self._verdicts.move_to_end(params.digest)
-            reason = self._verdicts[params.digest]
+            self._verdicts.move_to_end(key)
+            reason = self._verdicts[key]
         if reason is not None:
             raise InvalidRequestError(reason, param="structured_outputs")
         return True
 
-    def check(self, params: StructuredOutputsParams) -> None:
+    def check(self, params: StructuredOutputsParams, client: str = "") -> None:
         """Raises InvalidRequestError with the reason why outputs cannot have this form, and what is no verdict:
         EngineOverloadedError, EngineTimeoutError."""
-        if self.check_known(params):
+        if self.check_known(params, client):
             return
         reason = self._verdict(params)
         with self._lock:
-            self._verdicts[params.digest] = reason
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
+            self._verdicts[client, params.digest] = reason
+            forget_one(self._verdicts, MAX_VERDICTS)
         if reason is not None:
             raise InvalidRequestError(reason, param="structured_outputs")
 

@@ -127,3 +127,11 @@ class CompileTurns:
             future.set_exception(error)
         finally:
             self._begin_next(client)
+
+
+def forget_one(kept: OrderedDict[tuple[Hashable, bytes], Any], most: int) -> None:
+    """The oldest entry of the client that has most, where there are more than `most`. Keys begin with the client."""
+    if len(kept) > most:
+        num_of = Counter(client for client, _ in kept)
+        num_most = max(num_of.values())
+        del kept[next(key for key in kept if num_of[key[0]] == num_most)]

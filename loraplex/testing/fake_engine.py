@@ -375,12 +375,12 @@ class FakeAsyncEngine(AdapterVerbs):
         if run is not None:
             self._end(run, RequestAbortedError(f"request {request_id!r} was aborted"))
 
-    def check_known_grammar(self, wanted: StructuredOutputsParams) -> bool:
-        return self._grammars.check_known(wanted)
+    def check_known_grammar(self, wanted: StructuredOutputsParams, client: str = "") -> bool:
+        return self._grammars.check_known(wanted, client)
 
-    def check_grammar(self, wanted: StructuredOutputsParams) -> None:
+    def check_grammar(self, wanted: StructuredOutputsParams, client: str = "") -> None:
         """Compiled for its own vocabulary; what it says has that form only if its reply has."""
-        self._grammars.check(wanted)
+        self._grammars.check(wanted, client)
 
     def check_can_serve(self) -> None:
         if self.is_shut_down:

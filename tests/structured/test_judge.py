@@ -82,6 +82,28 @@ def test_equal_forms_are_judged_once_and_verdicts_are_bounded(
     judge.close()
 
 
+def test_a_client_learns_nothing_of_what_others_asked_for(questions: list[Any]) -> None:
+    """A verdict of another client's was there at once: 12 ms for a form that it had asked for, 19 for one that not."""
+    judge, form = FormJudge(), StructuredOutputsParams(choice=["a secret of acme"])
+    judge.check(form, "acme")
+    assert judge.check_known(form, "acme")
+    assert not judge.check_known(form, "beta")
+    judge.check(form, "beta")
+    assert len(questions) == 2
+    judge.close()
+
+
+def test_a_client_that_asks_for_many_pushes_out_its_own(questions: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.structured.judge.MAX_VERDICTS", 4)
+    judge, form = FormJudge(), StructuredOutputsParams(choice=["of beta"])
+    judge.check(form, "beta")
+    for number in range(8):
+        judge.check(StructuredOutputsParams(choice=[f"of acme {number}"]), "acme")
+    assert judge.check_known(form, "beta")
+    assert len(judge._verdicts) == 4
+    judge.close()
+
+
 def test_a_known_verdict_is_told_at_once(questions: list[Any]) -> None:
     """Two clients' costly forms kept both processes, and a third one's known form waited for them."""
     judge, good, bad = FormJudge(), StructuredOutputsParams(choice=["x"]), StructuredOutputsParams(regex="(a")
