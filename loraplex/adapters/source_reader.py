@@ -16,7 +16,7 @@ from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.regular_file import Roots
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.weights import ByteBudget, CheckedReader, LoRAModel
+from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.errors import (
     AdapterBaseMismatchError,
@@ -29,7 +29,7 @@ from loraplex.errors import (
     error_from_payload,
     shown,
 )
-from loraplex.processes.fair_turns import working_for
+from loraplex.processes.fair_turns import ByteBudget, working_for
 
 _log = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ import hashlib
 import math
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +46,7 @@ from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
 from loraplex.core import LongContexts, LoraTarget
 from loraplex.errors import AdapterLoadError, AdapterValidationError
-from loraplex.processes.fair_turns import LOOK_S, STUCK_S
+from loraplex.processes.fair_turns import ByteBudget
 
 BIN_COPIES = 3
 MAX_BLUEPRINTS = 32
@@ -274,44 +273,6 @@ class LoRAModel:
     ) -> LoRAModel:
         """What `CheckedReader.read` reads and raises."""
         return CheckedReader(targets, lora_config).read(Path(directory), peft_helper).clone(adapter_id)
-
-
-class ByteBudget:
-    """Readers wait until what they all hold is within `max_bytes`. One alone may hold more.
-
-    small_bytes: a reader of so few does not wait. One that holds its bytes for longer than `stuck_s` hangs with a file
-    system, and is counted no more.
-    """
-
-    def __init__(self, max_bytes: int, small_bytes: int = 0, stuck_s: float = STUCK_S) -> None:
-        self.max_bytes = max_bytes
-        self._small_bytes = small_bytes
-        self._stuck_s = stuck_s
-        self._held: list[tuple[float, int]] = []
-        self._changed = threading.Condition()
-
-    @property
-    def held_bytes(self) -> int:
-        stuck_since_s = time.monotonic() - self._stuck_s
-        return sum(nbytes for began_s, nbytes in self._held if began_s > stuck_since_s)
-
-    @contextmanager
-    def hold(self, nbytes: int) -> Iterator[None]:
-        with self._changed:
-            while not self._fits(nbytes):
-                self._changed.wait(LOOK_S)
-            held = time.monotonic(), nbytes
-            self._held.append(held)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held.remove(held)
-                self._changed.notify_all()
-
-    def _fits(self, nbytes: int) -> bool:
-        held_bytes = self.held_bytes
-        return nbytes <= self._small_bytes or held_bytes == 0 or held_bytes + nbytes <= self.max_bytes
 
 
 class CheckedReader:

@@ -107,3 +107,51 @@ class FairTurns:
         found = min(self._waiting, key=lambda turn: running.count(turn.client))
         most = self._most_of_a_client if found.client else self._most_without_client
         return found if running.count(found.client) < most else None
+
+
+class ByteBudget:
+    """Readers wait until what they all hold is within `max_bytes`, first come, first served. One alone may hold more.
+
+    small_bytes: a reader of so few neither waits nor counts, so that none of them keeps a large one waiting. One that
+    holds its bytes for longer than `stuck_s` hangs with a file system, and is counted no more.
+    """
+
+    def __init__(self, max_bytes: int, small_bytes: int = 0, stuck_s: float = STUCK_S) -> None:
+        self.max_bytes = max_bytes
+        self._small_bytes = small_bytes
+        self._stuck_s = stuck_s
+        self._held: list[tuple[float, int]] = []
+        self._waiting: list[object] = []
+        self._changed = threading.Condition()
+
+    @property
+    def held_bytes(self) -> int:
+        stuck_since_s = time.monotonic() - self._stuck_s
+        return sum(nbytes for began_s, nbytes in self._held if began_s > stuck_since_s)
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        if nbytes <= self._small_bytes:
+            yield
+            return
+        reader = object()
+        with self._changed:
+            self._waiting.append(reader)
+            try:
+                while self._waiting[0] is not reader or not self._fits(nbytes):
+                    self._changed.wait(LOOK_S)
+            finally:
+                self._waiting.remove(reader)
+                self._changed.notify_all()
+            held = time.monotonic(), nbytes
+            self._held.append(held)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held.remove(held)
+                self._changed.notify_all()
+
+    def _fits(self, nbytes: int) -> bool:
+        held_bytes = self.held_bytes
+        return held_bytes == 0 or held_bytes + nbytes <= self.max_bytes

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from loraplex.adapters import source_reader, weights
+from loraplex.adapters import source_reader
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.source_reader import OpenedModels, SourceReader
-from loraplex.adapters.weights import ByteBudget, LoRAModel
+from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.demo.tasks import assets_path
 from loraplex.errors import AdapterContentChangedError, AdapterLoadError
@@ -114,25 +114,3 @@ def test_the_bytes_that_wait_are_bounded() -> None:
     for number in range(5):
         models.put(str(number), model_of(40, "2"))
     assert [models.take(str(number), "2") is not None for number in range(5)] == [False, False, False, True, True]
-
-
-def test_a_reader_that_hangs_holds_its_bytes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One directory on a dead disk whose files claimed all bytes, and no adapter of any tenant was read any more."""
-    monkeypatch.setattr(weights, "LOOK_S", 0.01)
-    budget, hang, began = ByteBudget(100, small_bytes=5, stuck_s=0.05), threading.Event(), threading.Event()
-
-    def read() -> None:
-        with budget.hold(10_000):
-            began.set()
-            assert hang.wait(60)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert began.wait(60)
-    with budget.hold(5):
-        pass
-    with budget.hold(90):
-        assert budget.held_bytes <= 90
-    hang.set()
-    thread.join(60)
-    assert budget.held_bytes == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
 import pytest
 
 from loraplex.processes import fair_turns
-from loraplex.processes.fair_turns import FairTurns
+from loraplex.processes.fair_turns import ByteBudget, FairTurns
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -117,3 +118,84 @@ def test_a_turn_that_computes_counts_however_long_it_takes(monkeypatch: pytest.M
             pass
     with turns.of("b", timeout_s=60):
         pass
+
+
+def test_a_reader_that_hangs_holds_its_bytes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One directory on a dead disk whose files claimed all bytes, and no adapter of any tenant was read any more."""
+    monkeypatch.setattr(fair_turns, "LOOK_S", 0.01)
+    budget, hang, began = ByteBudget(100, small_bytes=5, stuck_s=0.05), threading.Event(), threading.Event()
+
+    def read() -> None:
+        with budget.hold(10_000):
+            began.set()
+            assert hang.wait(60)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert began.wait(60)
+    with budget.hold(5):
+        pass
+    with budget.hold(90):
+        assert budget.held_bytes <= 90
+    hang.set()
+    thread.join(60)
+    assert budget.held_bytes == 0
+
+
+class Readers:
+    """Of a budget, a thread each: `begin` gives the event that one has its bytes."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = budget
+        self.order: list[str] = []
+        self._ends: dict[str, tuple[threading.Thread, threading.Event]] = {}
+
+    def begin(self, name: str, nbytes: int) -> threading.Event:
+        began, may_end = threading.Event(), threading.Event()
+
+        def read() -> None:
+            with self.budget.hold(nbytes):
+                self.order.append(name)
+                began.set()
+                assert may_end.wait(60)
+
+        thread = threading.Thread(target=read, daemon=True)
+        self._ends[name] = thread, may_end
+        thread.start()
+        return began
+
+    def begin_waiting(self, name: str, nbytes: int) -> threading.Event:
+        waiters = self.budget._changed._waiters  # type: ignore[attr-defined]
+        num, began = len(waiters), self.begin(name, nbytes)
+        while len(waiters) == num and not began.is_set():
+            began.wait(0.001)
+        return began
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            thread, may_end = self._ends[name]
+            may_end.set()
+            thread.join(60)
+
+
+def test_a_large_read_has_its_turn_though_others_come_all_the_time() -> None:
+    """It needs all bytes, and there was no moment without a smaller one that had come later."""
+    readers = Readers(ByteBudget(100, stuck_s=math.inf))
+    assert readers.begin("first", 40).wait(60)
+    large = readers.begin_waiting("large", 1000)
+    last = readers.begin_waiting("last", 40)
+    readers.end("first")
+    assert large.wait(10)
+    assert not last.is_set()
+    readers.end("large", "last")
+    assert readers.order == ["first", "large", "last"]
+    assert readers.budget.held_bytes == 0
+
+
+def test_small_reads_keep_no_large_one_waiting_nor_wait_for_it() -> None:
+    readers = Readers(ByteBudget(100, small_bytes=5, stuck_s=math.inf))
+    assert readers.begin("small", 5).wait(60)
+    assert readers.begin("large", 1000).wait(10)
+    assert readers.begin("another", 5).wait(60)
+    readers.end("small", "large", "another")
+    assert readers.budget.held_bytes == 0

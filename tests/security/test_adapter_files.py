@@ -34,7 +34,7 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.tensors import FINITE_PIECE, WeightFile, is_finite
-from loraplex.adapters.weights import ByteBudget, CheckedReader
+from loraplex.adapters.weights import CheckedReader
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.demo.tasks import TASKS, adapter_path
@@ -51,6 +51,7 @@ from loraplex.errors import (
     error_from_payload,
     shown,
 )
+from loraplex.processes.fair_turns import ByteBudget
 from tests.security.demo_reader import demo_reader
 from tests.security.regex_steps import StepCounter
 
