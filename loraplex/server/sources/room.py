@@ -90,24 +90,36 @@ class NameRoom:
             with self._choosing:
                 self._choose(registry, name, num_leaving, MAX_LEAVING, is_needed)
         if most is not None:
-            self._have_leave(registry, name, num_over, is_needed, self._placed)
+            self._have_leave(registry, name, num_over, is_needed, self._placed, self._coming)
 
     def make_for_needed(self, registry: LoRARegistry, name: str) -> None:
         """Names leave for one that a request loads, within `for_new`. Raises AdapterNoRoomError."""
-        self._have_leave(registry, name, lambda loaded: self._num_over(loaded, self._made | {name}), True, self._made)
+
+        def num_over(loaded: Sequence[LoadedName]) -> int:
+            return self._num_over(loaded, self._made | {name})
+
+        self._have_leave(registry, name, num_over, True, self._made, self._needed)
 
     def _have_leave(
-        self, registry: LoRARegistry, name: str, num_over: NumOver, is_needed: bool, have_place: set[str]
+        self,
+        registry: LoRARegistry,
+        name: str,
+        num_over: NumOver,
+        is_needed: bool,
+        have_place: set[str],
+        coming: Collection[str],
     ) -> None:
-        """Names leave for `name` until as few are there as may be. Each load waits for those alone that it chose."""
+        """Names leave for `name` until as few are there as may be. Each load waits for those alone that it chose.
+        have_place: has it while `coming` does."""
         tried: set[str] = set()
         num_most = MAX_LEAVING
         while num_most:
             with self._choosing:
                 chosen = self._choose(registry, name, num_over, num_most, is_needed, tried)
                 self._leaving.update(chosen)
-                if name in self._coming:  # else its load was given up
-                    have_place.add(name)
+                have_place.add(name)
+                if name not in coming:  # its load was given up; where that comes only now, `for_new` takes it away
+                    have_place.discard(name)
             if not chosen:
                 return
             tried.update(chosen)

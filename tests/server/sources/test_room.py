@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -222,3 +223,41 @@ async def test_a_name_that_leaves_slowly_keeps_no_other_load_waiting(monkeypatch
         may_leave.set()
         await first
         assert registry.names() == ()
+
+
+class LookedAt(Counter[str]):
+    """Says to a thread what it had when that looked, once it may be said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_looked_at, self.may_say = threading.Event(), threading.Event()
+
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        if threading.current_thread() is not threading.main_thread():
+            self.is_looked_at.set()
+            assert self.may_say.wait(30)
+        return found
+
+
+async def test_a_load_that_is_given_up_meanwhile_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread looked whether it still comes, it was given up, and the thread noted its place for good."""
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
+    engine = FakeAsyncEngine(max_loaded_loras=1)
+    assert engine.registry is not None
+    engine.registry.load("a", "/a", origin="source:dir")
+    room, coming = NameRoom(engine, TenantTable, 9), LookedAt()
+    room._coming = coming
+
+    async def load() -> None:
+        async with room.for_new("new"):
+            raise AssertionError("it was given up")
+
+    loading = asyncio.ensure_future(load())
+    await asyncio.to_thread(coming.is_looked_at.wait, 30)
+    loading.cancel()
+    await asyncio.wait((loading,))
+    coming.may_say.set()
+    while engine.registry.names():
+        await asyncio.sleep(0.001)
+    assert room._placed == set()
