@@ -1,9 +1,10 @@
 """Adapters by need: a request for a name that is not registered loads it from a source that the operator named.
 
-A name is loaded once however many requests wait for it, and into the space of its caller: a tenant's request registers
-`tenant/name`, which counts for the tenant's quota and is no other tenant's to see. So many loads run at a time, of all
-and of one client. Names that came by need are bounded (room.py). A name that the hub or a store does not have, and one
-that was refused for its content, is known for some seconds and costs nothing meanwhile; of a directory only the latter.
+A name is loaded once however many requests wait for it, in the turn of the first client that has a place, and into the
+space of its caller: a tenant's request registers `tenant/name`, which counts for the tenant's quota and is no other
+tenant's to see. So many loads run at a time, of all and of one client. Names that came by need are bounded (room.py). A
+name that the hub or a store does not have, and one that was refused for its content, is known for some seconds and
+costs nothing meanwhile; of a directory only the latter.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from loraplex.errors import (
     TenantLimitError,
     error_from_payload,
 )
-from loraplex.server.api_error import ApiError
 from loraplex.server.auth import caller_of, client_of
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom, bytes_of_idle
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.adapter_quota import AdapterQuota
-from loraplex.server.verb_turns import PATIENCE_S, TOO_MANY_OF_CLIENT, VerbTurns
+from loraplex.server.verb_turns import PATIENCE_S, VerbTurns
 
 MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 32, 16
 """At a time: they read files, and may hang with a file system. Verbs have places of their own."""
@@ -66,7 +66,8 @@ class AdapterResolver:
         self._clock = clock
         self._turns = VerbTurns("loads by need", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
         self._threads = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="source")
-        self._loads: dict[str, tuple[str, asyncio.Future[None]]] = {}  # with the client in whose turn each runs
+        self._loads: dict[str, asyncio.Future[None]] = {}  # those that have a place
+        self._waiting: dict[str, dict[str, asyncio.Future[None]]] = {}  # those that wait for one, by name and client
         self._refused: OrderedDict[str, tuple[float, Callable[[], LoraplexError] | None]] = OrderedDict()
 
     async def load(self, request: Request, name: str) -> None:
@@ -83,21 +84,31 @@ class AdapterResolver:
             return
         client = client_of(request)
         while self._engine.registry is None or not self._engine.registry.is_registered(registered):
-            if registered not in self._loads:
+            load = self._loads.get(registered) or self._waiting.get(registered, {}).get(client)
+            if load is None:
                 if self._is_known_refused(registered):
                     return
                 load = asyncio.ensure_future(self._load(request, registered, written, *found))
-                self._loads[registered] = client, load
-                load.add_done_callback(partial(self._end, registered))
-            in_turn_of, shared = self._loads[registered]
-            try:
-                return await until_disconnect(request, _shielded(shared))
-            except ApiError as error:
-                if in_turn_of == client or error.status != TOO_MANY_OF_CLIENT:
-                    raise  # else it says nothing of this client, which has places of its own
+                self._waiting.setdefault(registered, {})[client] = load
+                load.add_done_callback(partial(self._end, registered, client))
+            await until_disconnect(request, _ended(load))
+            if not load.cancelled():  # else another client had a place first
+                return load.result()
 
-    def _end(self, registered: str, done: asyncio.Future[None]) -> None:
-        del self._loads[registered]
+    def _begin(self, registered: str, client: str) -> None:
+        """This client has a place: what others wait for ends, and their requests share its load."""
+        waiting = self._waiting.pop(registered)
+        self._loads[registered] = waiting.pop(client)
+        for load in waiting.values():
+            load.cancel()
+
+    def _end(self, registered: str, client: str, done: asyncio.Future[None]) -> None:
+        if self._loads.get(registered) is done:
+            del self._loads[registered]
+        elif (waiting := self._waiting.get(registered, {})).get(client) is done:
+            del waiting[client]
+            if not waiting:
+                del self._waiting[registered]
         if not done.cancelled():
             done.exception()  # each request that waited has it; one that left does not
 
@@ -129,8 +140,9 @@ class AdapterResolver:
             del self._refused[name]
 
     async def _load(self, request: Request, registered: str, written: str, source: NamedSource, adapter: str) -> None:
-        own = self._quota.turn(request, is_load=True, patience_s=PATIENCE_S)
-        async with own, self._turns.of(client_of(request)):
+        own, client = self._quota.turn(request, is_load=True, patience_s=PATIENCE_S), client_of(request)
+        async with own, self._turns.of(client):
+            self._begin(registered, client)
             path = await asyncio.get_running_loop().run_in_executor(self._threads, source.path_of, adapter)
             if path is None:
                 return
@@ -197,6 +209,6 @@ class AdapterResolver:
                 raise error from None
 
 
-async def _shielded(load: asyncio.Future[None]) -> None:
+async def _ended(load: asyncio.Future[None]) -> None:
     """A client that leaves ends no load that others wait for."""
-    await asyncio.shield(load)
+    await asyncio.wait((load,))

@@ -30,18 +30,19 @@ from tests.server.conftest import client_of
 
 
 class Opener:
-    """Notes what is opened; waits for `gate`; fails for paths of `errors`."""
+    """Notes what is opened; waits for `gate`, or that of `gates` for the path; fails for paths of `errors`."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.errors: dict[str, LoraplexError] = {}
         self.gate = threading.Event()
         self.gate.set()
+        self.gates: dict[str, threading.Event] = {}
         self.nbytes = 1024
 
     def __call__(self, path: str) -> OpenedAdapter:
         self.paths.append(path)
-        assert self.gate.wait(30)
+        assert self.gates.get(path, self.gate).wait(30)
         if path in self.errors:
             raise self.errors[path]
         return OpenedAdapter(path, hashlib.sha256(path.encode()).hexdigest(), self.nbytes, 8)
@@ -229,28 +230,60 @@ async def test_loads_by_need_at_a_time_are_bounded(opener: Opener, root: Path, m
         assert (await first).status_code == 200
 
 
-async def test_a_client_whose_places_are_taken_has_others_refused_nothing(
+@asynccontextmanager
+async def two_clients(
+    tmp_path: Path, opener: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[[str, int], asyncio.Future[httpx.Response]]]:
+    """Each has one place, for which it waits for an hour. Gives what asks for a name, of the first or the second."""
+    monkeypatch.setattr("loraplex.server.sources.resolver.MAX_LOADS_OF_A_CLIENT", 1)
+    monkeypatch.setattr("loraplex.server.verb_turns.PATIENCE_S", 3600.0)
+    async with tenants(tmp_path, opener, f"dir={root}") as (client, made):
+        keys = made.keys["inference"], made.keys["admin"]
+        async with asyncio.timeout(60):
+            yield lambda name, number: asyncio.ensure_future(ask(client, name, keys[number]))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def test_a_client_with_a_place_waits_for_no_place_of_another(
     tmp_path: Path, opener: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared load ran in the turn of the first client, whose 429 was that of all that had asked meanwhile."""
-    monkeypatch.setattr("loraplex.server.sources.resolver.MAX_LOADS_OF_A_CLIENT", 1)
-    monkeypatch.setattr("loraplex.server.verb_turns.PATIENCE_S", 0.2)
-    async with tenants(tmp_path, opener, f"dir={root}") as (client, made):
+    """It shared the load of a client that had asked first, and that waited for one of its own places."""
+    async with two_clients(tmp_path, opener, root, monkeypatch) as asking:
         opener.gate.clear()
-        keys = made.keys["inference"], made.keys["admin"]
-        holding = asyncio.ensure_future(ask(client, "chat", keys[0]))
-        while not opener.paths:
-            await asyncio.sleep(0.001)
-        loads = made.app.state.context.names._resolver._loads
-        asking = [asyncio.ensure_future(ask(client, "sql", keys[0]))]
-        while "sql" not in loads:
-            await asyncio.sleep(0.001)
-        asking += [asyncio.ensure_future(ask(client, "sql", key)) for key in (keys[1], keys[1])]
-        assert (await asking[0]).status_code == 429
+        answers = [asking("chat", 0)]
+        await until(lambda: len(opener.paths) == 1)
+        answers += [asking("sql", 0), asking("sql", 0)]
+        await asyncio.sleep(0.02)
+        answers += [asking("sql", 1), asking("sql", 1)]
+        await until(lambda: len(opener.paths) == 2)
+        answers.append(asking("sql", 0))
         opener.gate.set()
-        assert [(await each).status_code for each in asking[1:]] == [200, 200]
-        assert (await holding).status_code == 200
+        assert [(await each).status_code for each in answers] == [200] * 6
         assert opener.paths == [str(root / name) for name in ("chat", "sql")]
+
+
+async def test_the_first_client_that_has_a_place_loads_a_name_for_all(
+    tmp_path: Path, opener: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opener.gates = {str(root / name): threading.Event() for name in ("chat", "code", "sql")}
+    async with two_clients(tmp_path, opener, root, monkeypatch) as asking:
+        answers = []
+        for number, name in enumerate(("chat", "code")):
+            answers.append(asking(name, number))
+            await until(lambda: len(opener.paths) == len(answers))
+        answers += [asking("sql", 0), asking("sql", 1)]
+        await asyncio.sleep(0.02)
+        opener.gates[str(root / "code")].set()
+        await until(lambda: len(opener.paths) == 3)
+        opener.gates[str(root / "sql")].set()
+        assert [(await each).status_code for each in answers[1:]] == [200] * 3
+        opener.gates[str(root / "chat")].set()
+        assert (await answers[0]).status_code == 200
+        assert opener.paths == [str(root / name) for name in ("chat", "code", "sql")]
 
 
 async def test_disable_dynamic_loading_leaves_the_operators_sources(opener: Opener, root: Path) -> None:
