@@ -32,25 +32,38 @@ class _Client:
 
 
 class VerbTurns:
-    """`max_running` verbs at a time, `max_of_a_client` of one client. One that has waited `patience_s` (PATIENCE_S) is
-    refused: 429 behind its client's own, 503 behind others'. `what` is the subject of the message.
+    """`max_running` verbs at a time (None: any number), `max_of_a_client` of one client. One that has waited
+    `patience_s` (PATIENCE_S) is refused: 429 behind its client's own, 503 behind others'; and at once where
+    `max_waiting` of its client wait. `what` is the subject of the message.
     """
 
-    def __init__(self, what: str, max_running: int, max_of_a_client: int, patience_s: float | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        max_running: int | None,
+        max_of_a_client: int,
+        patience_s: float | None = None,
+        max_waiting: int | None = None,
+    ) -> None:
         self._what = what
         self._patience_s = patience_s
         self._max_of_a_client = max_of_a_client
-        self._turns = asyncio.Semaphore(max_running)
+        self._max_waiting = max_waiting
+        self._turns = None if max_running is None else asyncio.Semaphore(max_running)
         self._clients: dict[str, _Client] = {}
 
     @asynccontextmanager
     async def of(self, client: str) -> AsyncIterator[None]:
         own = self._clients.setdefault(client, _Client(asyncio.Semaphore(self._max_of_a_client)))
+        num_waiting = own.num_verbs - self._max_of_a_client
+        if self._max_waiting is not None and num_waiting >= self._max_waiting:
+            raise _too_many(f"{num_waiting} {self._what} of this client wait", TOO_MANY_OF_CLIENT)
         own.num_verbs += 1
         try:
             async with AsyncExitStack() as held:
                 await self._take(held, own.turns, f"as many {self._what} of this client as may", TOO_MANY_OF_CLIENT)
-                await self._take(held, self._turns, f"as many {self._what} as may", TOO_MANY)
+                if self._turns is not None:
+                    await self._take(held, self._turns, f"as many {self._what} as may", TOO_MANY)
                 yield
         finally:
             own.num_verbs -= 1
@@ -63,13 +76,12 @@ class VerbTurns:
             async with asyncio.timeout(patience_s):
                 await held.enter_async_context(turns)
         except TimeoutError:
-            raise ApiError(
-                f"{who} run, and none of them ended for {patience_s:g} s: some may wait for a file system or a hub "
-                "that does not answer; try again later",
-                status=status,
-                kind="overloaded_error",
-                code="too_many_verbs",
-            ) from None
+            text = f"{who} run, and none of them ended for {patience_s:g} s: some may wait for a file system or a hub"
+            raise _too_many(f"{text} that does not answer", status) from None
+
+
+def _too_many(what: str, status: int) -> ApiError:
+    return ApiError(f"{what}; try again later", status=status, kind="overloaded_error", code="too_many_verbs")
 
 
 class DrainWaits:

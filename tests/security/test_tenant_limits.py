@@ -7,7 +7,8 @@ import csv
 import hashlib
 import io
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from loraplex.errors import (
     LoraplexError,
 )
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
-from loraplex.server.tenants import usage_api
+from loraplex.server.tenants import adapter_quota, usage_api
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from loraplex.testing import FakeAsyncEngine
@@ -290,10 +291,9 @@ async def test_pins_ask_the_engine_in_their_turn_alone(server: Tenancy, monkeypa
         assert {answer.status_code for answer in await asyncio.gather(*pins)} == {200}
 
 
-async def test_pins_that_wait_for_a_tenants_load_take_no_turn(server: Tenancy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pins_that_wait_for_a_tenants_load_take_no_turn(server: Tenancy) -> None:
     """A tenant with a limit changes one adapter after another; what waited for its slow load kept others' places."""
     limit(server, adapters=9, pins=9)
-    monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.05)
     hang, began = hang_slow(server)
     async with client_as(server, "acme") as client, client_as(server, "operator") as operator:
         body = {"name": "slow", "path": "/srv/acme/slow"}
@@ -332,6 +332,67 @@ async def test_loads_that_wait_for_a_tenants_load_take_no_place(
         assert answer.status_code == 200
         hang.set()
         assert {each.status_code for each in await asyncio.gather(*waiting)} == {200}
+
+
+@asynccontextmanager
+async def during_a_slow_load(server: Tenancy) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of acme, whose turn a load has until the block ends."""
+    hang, began = hang_slow(server)
+    async with client_as(server, "acme") as client:
+        body = {"name": "slow", "path": "/srv/acme/slow"}
+        loading = asyncio.ensure_future(client.post("/v1/adapters", json=body))
+        await asyncio.to_thread(began.wait, 60)
+        try:
+            yield client
+        finally:
+            hang.set()
+            assert (await loading).status_code == 200
+
+
+async def test_what_waits_for_a_tenants_load_is_refused_after_a_while(
+    server: Tenancy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited without an end, though its client might be gone."""
+    limit(server, adapters=99, pins=99)
+    verbs: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("POST", "/v1/adapters", {"json": {"name": "new", "path": "/srv/acme/new"}}),
+        ("PUT", "/v1/adapters/new", {"json": {"path": "/srv/acme/new"}}),
+        ("POST", "/v1/adapters/sql/clone", {"json": {"name": "new"}}),
+        ("POST", "/v1/adapters/switch", {"json": {"old": "sql", "new": "new", "new_path": "/srv/acme/new"}}),
+        ("POST", "/v1/load_lora_adapter", {"json": {"lora_name": "new", "lora_path": "/srv/acme/new"}}),
+        ("POST", "/load_lora_adapter", {"json": {"lora_name": "new", "lora_path": "/srv/acme/new"}}),
+        ("PUT", "/v1/adapters/sql/tensors", {"content": save({"lora_A": full(4, 1, float32)})}),
+        ("POST", "/v1/adapters/sql/pin", {}),
+    )
+    async with during_a_slow_load(server) as client:
+        monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.01)
+        for method, url, body in verbs:
+            refused = await asyncio.wait_for(client.request(method, url, **body), 30)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1"), url
+            assert "too_many_verbs" in refused.text or "as many changes" in refused.text, url
+        assert (await client.post("/v1/adapters/sql/evict")).status_code == 200
+        monkeypatch.undo()
+    async with client_as(server, "acme") as client:
+        assert (await client.post("/v1/adapters/sql/pin")).status_code == 200
+
+
+async def test_so_many_changes_of_a_tenant_wait_for_its_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of loads of clients that had gone waited, and all were done later."""
+    monkeypatch.setattr(adapter_quota, "MAX_WAITING", 2)
+    with tenancy(tmp_path, limits=Limits(adapters=99)) as server:
+        async with during_a_slow_load(server) as client:
+            bodies = [{"name": f"n{number}", "path": f"/srv/acme/{number}"} for number in range(5)]
+            posts = [asyncio.ensure_future(client.post("/v1/adapters", json=body)) for body in bodies]
+            refused, waiting = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+            while len(refused) < 3:
+                more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                refused |= more
+            codes = [each.result().json()["error"]["code"] for each in refused]
+            assert (codes, [each.result().status_code for each in refused]) == (["too_many_verbs"] * 3, [429] * 3)
+            body = {"name": "new", "path": "/srv/beta/new"}
+            other = await client.post("/v1/adapters", json=body, headers=server.headers("beta"))
+            assert other.status_code == 200
+        assert {(await each).status_code for each in waiting} == {200}
 
 
 async def test_bytes_of_adapters(server: Tenancy) -> None:

@@ -37,7 +37,7 @@ from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom, bytes_of_idle
 from loraplex.server.streaming import until_disconnect
 from loraplex.server.tenants.adapter_quota import AdapterQuota
-from loraplex.server.verb_turns import PATIENCE_S, VerbTurns
+from loraplex.server.verb_turns import VerbTurns
 
 MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 32, 16
 """At a time: they read files, and may hang with a file system. Verbs have places of their own."""
@@ -140,8 +140,8 @@ class AdapterResolver:
             del self._refused[name]
 
     async def _load(self, request: Request, registered: str, written: str, source: NamedSource, adapter: str) -> None:
-        own, client = self._quota.turn(request, is_load=True, patience_s=PATIENCE_S), client_of(request)
-        async with own, self._turns.of(client):
+        client = client_of(request)
+        async with self._quota.turn(request, is_load=True), self._turns.of(client):
             self._begin(registered, client)
             path = await asyncio.get_running_loop().run_in_executor(self._threads, source.path_of, adapter)
             if path is None:

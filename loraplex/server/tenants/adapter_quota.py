@@ -9,11 +9,10 @@ anything has changed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 from fastapi import Request
@@ -22,10 +21,10 @@ from loraplex.adapter_store import MemoryQuota
 from loraplex.adapters.registry import LoRARegistry, NameQuery
 from loraplex.core import AdapterSpec
 from loraplex.errors import TenantLimitError
-from loraplex.server.api_error import ApiError
 from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom
+from loraplex.server.verb_turns import VerbTurns
 from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import TenantTable
 
@@ -34,6 +33,9 @@ _log = logging.getLogger(__name__)
 RETRY_S = 60.0
 """It is the tenant that makes room: to come again soon would not help."""
 
+MAX_WAITING = 256
+"""Changes of a tenant that wait for one of it: some are of clients that have gone."""
+
 
 class AdapterQuota:
     """room: where names that came by need leave for new ones."""
@@ -41,29 +43,17 @@ class AdapterQuota:
     def __init__(self, engine: EngineSurface, room: NameRoom) -> None:
         self._engine = engine
         self._room = room
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._turns = VerbTurns("changes of adapters", None, 1, max_waiting=MAX_WAITING)
 
-    @asynccontextmanager
-    async def turn(
-        self, request: Request, *, is_load: bool = False, is_pin: bool = False, patience_s: float | None = None
-    ) -> AsyncIterator[None]:
+    def turn(
+        self, request: Request, *, is_load: bool = False, is_pin: bool = False
+    ) -> AbstractAsyncContextManager[None]:
         """Of the tenant alone, around `changing`, and taken before a turn among the verbs of all: what waits for a slow
-        change of its tenant has none of those meanwhile. Raises ApiError when it has waited for `patience_s`."""
+        change of its tenant has none of those meanwhile. Raises ApiError, as turns do."""
         tenant = caller_of(request).scope.tenant
         if not tenant or _limits_of(request, is_load, is_pin) is None:
-            yield
-            return
-        lock = self._turns.setdefault(tenant, asyncio.Lock())
-        try:
-            async with asyncio.timeout(patience_s):
-                await lock.acquire()
-        except TimeoutError:
-            text = f"other changes of this tenant's adapters have run for {patience_s:g} s; try again later"
-            raise ApiError(text, status=429, kind="overloaded_error", code="too_many_verbs") from None
-        try:
-            yield
-        finally:
-            lock.release()
+            return nullcontext()
+        return self._turns.of(tenant)
 
     @asynccontextmanager
     async def changing(
