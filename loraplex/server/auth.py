@@ -209,6 +209,7 @@ def unknown_key() -> ApiError:
 
 
 def caller_of(request: HTTPConnection) -> Caller:
-    """The caller that the middleware has found; of a verb, as it was known when the body had come (access.py)."""
+    """The caller that the middleware has found; of a verb, as it was known when the body had come (access.py), and
+    of one that adds an adapter or pins, when its turn had (tenants/adapter_quota.py)."""
     caller: Caller = request.state.caller
     return caller

@@ -164,7 +164,7 @@ class ServerContext:
             tenants.follow(MemoryQuotas(engine).tell)
         keys, sources = KeyRing.of(config, tenants), config.sources
         room = NameRoom(engine, lambda: keys.table, config.max_sourced_adapters)
-        quota = AdapterQuota(engine, room)
+        quota = AdapterQuota(engine, room, keys)
         resolver = AdapterResolver(engine, quota, sources, room) if sources.sources else None
         names = ModelNames(engine, config.served_model_names, int(time.time()), config.merged_into, resolver)
         connections = Connections(config, max_connections(config))

@@ -395,6 +395,24 @@ async def test_so_many_changes_of_a_tenant_wait_for_its_load(tmp_path: Path, mon
         assert {(await each).status_code for each in waiting} == {200}
 
 
+async def test_a_change_goes_by_what_is_known_of_its_caller_when_its_turn_comes(server: Tenancy) -> None:
+    """A key was revoked, or a limit lowered, while a load waited for a slow one: it was done all the same."""
+    limit(server, adapters=99)
+    async with during_a_slow_load(server) as client:
+        server.add_key("revoked", Role.TENANT, "acme")
+        bodies = [{"name": f"n{number}", "path": f"/srv/acme/{number}"} for number in range(2)]
+        headers = server.headers("revoked"), server.headers("acme")
+        waiting = [
+            asyncio.ensure_future(client.post("/v1/adapters", json=body, headers=head))
+            for body, head in zip(bodies, headers, strict=True)
+        ]
+        await asyncio.sleep(0.05)
+        server.store.revoke_key(server.key_ids["revoked"])
+        limit(server, adapters=3)
+    codes = [each.json()["error"]["code"] for each in await asyncio.gather(*waiting)]
+    assert codes == ["invalid_api_key", "tenant_limit"]
+
+
 async def test_bytes_of_adapters(server: Tenancy) -> None:
     """One of the fake engine's has 1024; acme has two."""
     limit(server, adapter_bytes=3 * 1024 + 10)

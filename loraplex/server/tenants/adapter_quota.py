@@ -21,7 +21,7 @@ from loraplex.adapter_store import MemoryQuota
 from loraplex.adapters.registry import LoRARegistry, NameQuery
 from loraplex.core import AdapterSpec
 from loraplex.errors import TenantLimitError
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import KeyRing, caller_of, unknown_key
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.sources.room import NameRoom
 from loraplex.server.verb_turns import VerbTurns
@@ -40,9 +40,10 @@ MAX_WAITING = 256
 class AdapterQuota:
     """room: where names that came by need leave for new ones."""
 
-    def __init__(self, engine: EngineSurface, room: NameRoom) -> None:
+    def __init__(self, engine: EngineSurface, room: NameRoom, keys: KeyRing) -> None:
         self._engine = engine
         self._room = room
+        self._keys = keys
         self._turns = VerbTurns("changes of adapters", None, 1, max_waiting=MAX_WAITING)
 
     def turn(
@@ -62,7 +63,13 @@ class AdapterQuota:
         """In the tenant's `turn`, around a verb that loads or pins the adapter registered as `name`, which takes what
         this gives as its `check_size`. is_needed: a request loads it, and what gives raises where others are to leave
         for it: not before it is known to be good. Raises TenantLimitError, and AdapterNoRoomError for a request and for
-        a pin beyond the tenant's share of memory."""
+        a pin beyond the tenant's share of memory. The caller is looked up again, since its turn may have come late:
+        ApiError 401 for a key that opens nothing any longer, but for a load that is of all requests for the name."""
+        caller = self._keys.admitted(request.headers)
+        if caller is not None:
+            request.state.caller = caller
+        elif not is_needed:
+            raise unknown_key()
         tenant, limits = caller_of(request).scope.tenant, _limits_of(request, is_load, is_pin)
         async with AsyncExitStack() as stack:
             check_size = None

@@ -526,7 +526,7 @@ async def test_a_source_by_its_name_or_kind(opener: Opener, root: Path) -> None:
     sources = ("hub=hf://org", f"dir={root}")
     engine = FakeAsyncEngine({"sql": "/own"}, open_adapter=opener)
     names = create_app(engine, ServerConfig(adapter_sources=sources)).state.context.names
-    request = Request({"type": "http", "state": {"caller": KEYLESS}, "client": None}, receive=_never)
+    request = Request({"type": "http", "state": {"caller": KEYLESS}, "client": None, "headers": []}, receive=_never)
     assert await names.resolve(request, "base", "sql", source="") == "sql"
     assert await names.resolve(request, "base", "sql", source="dir") == "dir/sql"
     assert await names.resolve(request, "chat", source="local") == "dir/chat"
