@@ -285,8 +285,8 @@ class TenantStore:
     # ------------------------------------------------------------------------------------------------------------ usage
 
     def add_usage(self, used: Mapping[UsageKey, Counts]) -> None:
-        """To what is there."""
-        rows = [{**key._asdict(), **asdict(counts)} for key, counts in used.items()]
+        """To what is there. In one order, or two servers that write the same rows wait for each other."""
+        rows = [{**key._asdict(), **asdict(used[key])} for key in sorted(used)]
         with _as_journal_errors(), self.engine.begin() as connection:
             connection.execute(_ADD_USAGE, rows)
 

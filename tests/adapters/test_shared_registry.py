@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from loraplex.adapters.registry import (
     AdapterText,
@@ -929,6 +930,22 @@ def test_counters_of_all_servers_add_up(begin: Callable[..., Server], url: str) 
             server.registry.release(server.registry.acquire("a"))
         server.journal.close()
     assert begin().registry.describe("a").num_requests == 7
+
+
+def test_counters_are_written_in_one_order(begin: Callable[..., Server]) -> None:
+    """Two servers that had loaded the same names in two orders waited for each other, and one lost its session."""
+    server, written = begin(), list[str]()
+
+    def note(connection: object, cursor: object, statement: str, rows: Any, *others: object) -> None:
+        written.extend(row["used_name"] for row in rows if "used_name" in row)
+
+    for name in "cab":
+        server.registry.load(name, f"/{name}")
+        server.registry.release(server.registry.acquire(name))
+    assert server.journal._writer is not None
+    sa.event.listen(server.journal._writer, "before_cursor_execute", note)
+    server.journal.close()
+    assert written == ["a", "b", "c"]
 
 
 def test_servers_of_one_model_start_together_on_an_empty_database(url: str) -> None:

@@ -322,6 +322,20 @@ def test_usage_adds_up(store: TenantStore) -> None:
     assert [row["day"] for row in store.usage(UsageQuery(), 10)] == ["2026-11-24"]
 
 
+def test_usage_is_written_in_one_order(store: TenantStore) -> None:
+    """Two servers that had counted the same keys in two orders waited for each other, and one was refused."""
+    written: list[str] = []
+
+    def note(connection: object, cursor: object, statement: str, rows: Any, *others: object) -> None:
+        written.extend(row["key_id"] if isinstance(row, dict) else row[1] for row in rows)
+
+    sa.event.listen(store.engine, "before_cursor_execute", note)
+    keys = [UsageKey("2026-11-23", key_id, "sql", "acme") for key_id in ("cccccccc", "aaaaaaaa", "bbbbbbbb")]
+    store.add_usage({key: Counts(requests=1) for key in keys})
+    sa.event.remove(store.engine, "before_cursor_execute", note)
+    assert written == ["aaaaaaaa", "bbbbbbbb", "cccccccc"]
+
+
 # ------------------------------------------------------------------------------------------------ journals and repairs
 
 

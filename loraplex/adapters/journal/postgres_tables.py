@@ -327,11 +327,11 @@ def _write_texts(connection: sa.Connection, records: Iterable[NameRecord], earli
 
 
 def write_counts(connection: sa.Connection, counted: Sequence[tuple[str, int, float]]) -> None:
-    """Name, further requests, and when the last one was."""
+    """Name, further requests, and when the last one was. In one order, or two servers wait for each other's rows."""
     query = NAMES_TABLE.update().where(NAMES_TABLE.c.name == sa.bindparam("used_name"))
     more = {
         "num_requests": NAMES_TABLE.c.num_requests + sa.bindparam("further", type_=sa.BigInteger),
         "last_used_time": sa.func.greatest(NAMES_TABLE.c.last_used_time, sa.bindparam("used_time", type_=sa.Float)),
     }
-    rows = [{"used_name": name, "further": further, "used_time": time} for name, further, time in counted]
+    rows = [{"used_name": name, "further": further, "used_time": time} for name, further, time in sorted(counted)]
     connection.execute(query.values(more), rows)
