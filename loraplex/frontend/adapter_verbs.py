@@ -92,7 +92,7 @@ class AdapterVerbs(ABC):
         return [] if self.registry is None else await self.on_registry(LoRARegistry.list_adapters)
 
     def has_adapter(self, name: str) -> bool:
-        return self.registry is not None and name in self.registry.names()
+        return self.registry is not None and self.registry.find(name) is not None
 
 
 def logged_load(registry: LoRARegistry, name: str, path: str, **wishes: Any) -> LoadResult:

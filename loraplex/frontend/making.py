@@ -319,7 +319,7 @@ def _make(process: MergeProcess, job: MergeJob, plan: MergePlan, folder: Path, m
 def _remove_unless_loaded(registry: LoRARegistry, name: str, folder: Path) -> None:
     """A load whose journal could not be written has taken place all the same."""
     remove_parts(folder)
-    ref = registry.refs().get(name)
+    ref = registry.find(name)
     if ref is None or ref.lora_path != str(folder):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -201,7 +201,7 @@ class AdapterRoutes:
         """Unload the adapter of a name. lora_int_id: its number, if not None."""
         registry = self._registry(f"adapter {clipped(lora_name)!r} was to be unloaded")
         name = self._names.find(request, lora_name) or ""
-        ref = registry.refs().get(name)
+        ref = registry.find(name)
         if ref is None and has_adapter(registry, name):  # a version by its address: refused, and told how
             await self._verb(request, LoRARegistry.unload, name)
         if ref is None:

@@ -46,6 +46,7 @@ def test_a_loaded_name_resolves_and_the_store_has_its_spec(bench: Bench) -> None
     assert (spec.adapter_id, spec.path, spec.nbytes) == (ref.adapter_id, "/cache/sql", 1000)
     assert bench.registry.names() == ("sql",)
     assert bench.registry.refs() == {"sql": ref}
+    assert bench.registry.find("sql") == ref
 
 
 def test_the_same_load_again_changes_nothing_and_says_so(bench: Bench) -> None:
@@ -573,6 +574,18 @@ def test_a_late_eviction_does_not_undo_a_switch_back(bench: Bench) -> None:
     bench.registry.switch("b", "a")
     bench.run_jobs()
     assert bench.store.on_device() == {held.adapter_id}
+
+
+def test_one_name_is_found_as_among_all(bench: Bench) -> None:
+    for name in "abc":
+        bench.registry.load(name, f"/{name}")
+    bench.registry.load("c", "/c2", load_inplace=True)
+    bench.registry.switch("a", "b")
+    bench.registry.switch("b", "c")
+    bench.registry.unload("c")
+    refs = bench.registry.refs()
+    for name in ("a", "b", "c", "c@1", "unknown"):
+        assert bench.registry.find(name) == refs.get(name)
 
 
 def test_aliases_follow_a_second_switch(bench: Bench) -> None:

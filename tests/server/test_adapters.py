@@ -363,6 +363,14 @@ async def test_put_reads_what_the_server_may_read_only() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (400, "adapter_path_forbidden")
 
 
+async def test_verbs_look_one_name_up(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unload copied the table of all names, in the event loop, to look one up."""
+    monkeypatch.setattr(LoRARegistry, "refs", lambda registry: pytest.fail("all names were copied"))
+    assert (await client.post(LOAD, json=NEW)).status_code == 200
+    assert (await client.post(UNLOAD, json={"lora_name": "new"})).status_code == 200
+    assert (await client.post("/v1/adapters/sql/clone", json={"name": "copy"})).status_code == 200
+
+
 async def test_versions_and_rollback(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/adapters/sql/rollback")).status_code == 404
     await client.put("/v1/adapters/sql", json={"path": "/adapters/better"})

@@ -97,9 +97,9 @@ def _is_drawn(text: str) -> bool:
     return any(map(str.isupper, text)) and any(map(str.isdigit, text)) and any(map(str.islower, text[3:]))
 
 
-def check_clients_name(adapter_name: str, known_names: Iterable[str], *, param: str = "name") -> None:
+def check_clients_name(adapter_name: str, *, param: str = "name") -> None:
     """Raises InvalidRequestError for a new name with a slash: only the operator's have one."""
-    if "/" in adapter_name and adapter_name not in known_names:
+    if "/" in adapter_name:
         raise InvalidRequestError(
             f"adapter name {shown(adapter_name)} has a slash, "
             "which is for names that the operator gives (--lora-modules); choose another name",

@@ -182,6 +182,12 @@ class LoRARegistry:
         answers = {name: current.get(aliases.get(name, name)) for name in current}
         return {name: version.ref for name, version in answers.items() if version is not None}
 
+    def find(self, name: str) -> LoRARef | None:
+        """What answers for a name now, of this server or not here yet; None: nothing, or it is `name@N`."""
+        with self._lock:
+            version = self._table.current.get(self._table.aliases.resolve(name))
+            return version.ref if version is not None and name in self._table.current else None
+
     def registered(self) -> tuple[str, ...]:
         """Every name that something is loaded under, also where what it was switched to is not."""
         with self._lock:
@@ -319,7 +325,7 @@ class LoRARegistry:
         return self._names.shared is not None
 
     def _check_content(self, new_name: str, name: str, digest: str) -> None:
-        found = self.refs().get(new_name)
+        found = self.find(new_name)
         if found is not None and found.adapter_digest != digest:
             text = f"adapter {new_name!r} is loaded already, with another content than {name!r}; choose another name"
             raise AdapterConflictError(text, param="name")
@@ -332,7 +338,7 @@ class LoRARegistry:
     def check_new_name(self, name: str) -> None:
         """Raises AdapterConflictError for a name that is loaded, or is the base model's, and InvalidRequestError."""
         check_adapter_name(name, self._base_names)
-        if name in self.refs():
+        if self.find(name) is not None:
             raise AdapterConflictError(f"adapter {name!r} is loaded already; choose another name", param="name")
 
     def skip(self, name: str, reason: str) -> None:
@@ -522,13 +528,7 @@ class LoRARegistry:
 
     def nbytes_with(self, name: str, nbytes: int, prefix: str, size_of: Callable[[AdapterSpec], int]) -> int:
         """Bytes (`size_of`) of all versions of names that begin so, were one of `nbytes` loaded as `name` now."""
-        with self._lock:
-            versions = self._table.versions()
-            kept = [*self._table.kept.get(name, ()), *filter(None, [self._table.current.get(name)])]
-        num_over = max(0, len(kept) + 1 - self._table.max_versions_kept)
-        leaving = [each for each in kept[:num_over] if not each.num_references]
-        of_prefix = (each for each in versions if each.ref.adapter_name.startswith(prefix) and each not in leaving)
-        return nbytes + sum(size_of(each.spec) for each in of_prefix)
+        return self._views.nbytes_with(name, nbytes, prefix, size_of)
 
     def take_usage(self) -> list[NameUsage]:
         """The counters of names that changed since the last call: for the journal."""

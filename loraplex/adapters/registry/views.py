@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef
-from loraplex.core import AdapterResidency, Tier
+from loraplex.core import AdapterResidency, AdapterSpec, Tier
 
 SORTED_AT_ONCE = 4096
 """A call that sorts 200,000 names keeps all other threads waiting for 0.2 s."""
@@ -159,6 +159,16 @@ class Views:
         return sum(
             each.origin.startswith(origin) and aliases.get(name, name) in current for name, each in current.items()
         )
+
+    def nbytes_with(self, name: str, nbytes: int, prefix: str, size_of: Callable[[AdapterSpec], int]) -> int:
+        """As LoRARegistry.nbytes_with."""
+        with self._lock:
+            versions = self._table.versions()
+            kept = [*self._table.kept.get(name, ()), *filter(None, [self._table.current.get(name)])]
+        num_over = max(0, len(kept) + 1 - self._table.max_versions_kept)
+        leaving = [each for each in kept[:num_over] if not each.num_references]
+        of_prefix = (each for each in versions if each.ref.adapter_name.startswith(prefix) and each not in leaving)
+        return nbytes + sum(size_of(each.spec) for each in of_prefix)
 
     def is_idle(self, name: str, origin: str, used_before: float) -> bool:
         """Of one name what `loaded_from` says. The caller has the lock."""

@@ -31,16 +31,16 @@ class CallersNames:
         """Of what is to be loaded. Raises InvalidRequestError for a slash, AdapterConflictError for the base's name."""
         scope = caller_of(request).scope
         if scope.tenant is None:
-            known = () if self._engine.registry is None else self._engine.registry.names()
-            if not (scope.table.owner_of(name) and name.count("/") == 1):  # for a tenant
-                check_clients_name(name, known, param=param)
+            is_known = self._engine.registry is not None and self._engine.registry.find(name) is not None
+            if not (is_known or (scope.table.owner_of(name) and name.count("/") == 1)):  # for a tenant
+                check_clients_name(name, param=param)
             return name
         own = scope.own(name)
         hide_targets(request, self._names, [own])
         if not name:
             return name  # the registry has words for that
         short = scope.shown(own)
-        check_clients_name(short, (), param=param)
+        check_clients_name(short, param=param)
         check_adapter_name(short, self._names.served, param=param)
         return own
 
