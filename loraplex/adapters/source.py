@@ -12,10 +12,11 @@ Messages name what was given and a file's name, never where it was found: they g
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder, read_files
@@ -28,14 +29,15 @@ from loraplex.adapters.remote.object_store import ObjectAdapter, fetch_objects, 
 from loraplex.errors import AdapterContentChangedError, AdapterPathNotFoundError, shortened, shown
 
 _log = logging.getLogger(__name__)
-_narrower: ContextVar[tuple[Path, ...] | None] = ContextVar("narrower_roots", default=None)
+_narrower: ContextVar[Callable[[], tuple[Path, ...] | None]] = ContextVar("narrower_roots", default=lambda: None)
 
 
 @contextmanager
-def narrowed_to(roots: tuple[Path, ...] | None) -> Iterator[None]:
+def narrowed_to(roots: tuple[Path, ...] | Callable[[], tuple[Path, ...]] | None) -> Iterator[None]:
     """What is fetched from the disk and opened meanwhile lies in these roots of a tenant, too, and not only when the
-    path is checked: a directory that a load waits for may become a link. None: as ever."""
-    token = _narrower.set(roots)
+    path is checked: a directory that a load waits for may become a link. None: as ever. A function that resolves them
+    is called once, by the thread that opens first: a root may hang."""
+    token = _narrower.set(cache(roots) if callable(roots) else lambda: roots)
     try:
         yield
     finally:
@@ -96,7 +98,7 @@ class AdapterSource:
 
         One inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
         """
-        narrower = _narrower.get()
+        narrower = _narrower.get()()
         if narrower is not None and is_inside(directory, narrower):
             return narrower
         if is_inside(directory, self.allowed_roots):
@@ -144,7 +146,7 @@ class AdapterSource:
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, no UTF-8
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
         if not self._is_inside(real):
-            _log.info("adapter %.200r is refused: it leads outside %s", given, _narrower.get() or self.allowed_roots)
+            _log.info("adapter %.200r is refused: it leads outside %s", given, _narrower.get()() or self.allowed_roots)
             raise outside_roots(f"adapter {shown(given)}", "" if self.allowed_roots else " (none is allowed)")
         return real
 
@@ -155,7 +157,7 @@ class AdapterSource:
             return False
 
     def _is_inside(self, real: Path) -> bool:
-        return is_inside(real, self.allowed_roots) and is_inside(real, _narrower.get())
+        return is_inside(real, self.allowed_roots) and is_inside(real, _narrower.get()())
 
 
 def _path_of(given: str) -> Path:

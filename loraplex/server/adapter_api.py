@@ -516,12 +516,15 @@ class AdapterRoutes:
                 return await self._engine.on_registry(LoRARegistry.load, name, path, **wishes)
 
     async def _check_path(self, request: Request, path: str, field: str = "path") -> None:
-        """In threads of its own: to resolve a link may hang, too."""
-        roots = [self._roots.check]
-        if caller_of(request).scope.tenant is not None:
-            roots.append(AdapterRoots.of_tenant(roots_of(request)).check)
-        for check in roots:
-            await asyncio.get_running_loop().run_in_executor(self._path_checks, check, path, field)
+        """In threads of its own: to resolve a link may hang, too, also one of a root."""
+        is_tenants, roots = caller_of(request).scope.tenant is not None, roots_of(request)
+
+        def check() -> None:
+            self._roots.check(path, field)
+            if is_tenants:
+                AdapterRoots.of_tenant(roots).check(path, field)
+
+        await asyncio.get_running_loop().run_in_executor(self._path_checks, check)
 
     def _registry(self, what: str) -> LoRARegistry:
         if self._engine.registry is None:

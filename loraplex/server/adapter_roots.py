@@ -38,6 +38,7 @@ class AdapterRoots:
 
     @classmethod
     def of_tenant(cls, roots: tuple[str, ...]) -> Self:
+        """Touches the disk, as `check` does."""
         return cls(roots, local_roots(roots), of_tenant=True)
 
     def check(self, path: str, field: str = "path") -> None:

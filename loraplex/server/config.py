@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -531,9 +532,13 @@ def output_folder(config: ServerSettings) -> Path | None:
 
 
 def local_roots(roots: Iterable[str]) -> tuple[Path, ...]:
-    """The directories among roots, symbolic links resolved."""
-    local = (root for root in roots if not root.startswith((HUB_PREFIX, OBJECT_PREFIX)))
-    return tuple(Path(root).resolve() for root in local)
+    """The directories among roots, symbolic links resolved; nothing is in one that is a loop of links."""
+    found = []
+    for root in roots:
+        if not root.startswith((HUB_PREFIX, OBJECT_PREFIX)):
+            with suppress(OSError, RuntimeError):
+                found.append(Path(root).resolve())
+    return tuple(found)
 
 
 def _is_root(root: str) -> bool:

@@ -196,7 +196,7 @@ async def test_tensors_of_a_tenant_are_taken_within_its_roots(
 ) -> None:
     """And within the directories of its own sources."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(FakeReceivedOpener, "config_of", lambda opener, spec: repr(inside.get()).encode())
+    monkeypatch.setattr(FakeReceivedOpener, "config_of", lambda opener, spec: repr(inside.get()()).encode())
     inside, found = source._narrower, set[str]()
     made = tmp_path / "state"
     made.mkdir()
@@ -238,7 +238,7 @@ async def test_whatever_a_tenant_loads_is_opened_within_its_roots(tmp_path: Path
     seen: list[tuple[Path, ...] | None] = []
 
     def open_adapter(path: str) -> OpenedAdapter:
-        seen.append(source._narrower.get())
+        seen.append(source._narrower.get()())
         return OpenedAdapter(path, f"{len(seen):064x}", 1, 1, None)
 
     with tenancy(tmp_path, {}, open_adapter=open_adapter) as server:

@@ -14,10 +14,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
+from safetensors.numpy import save
 
 from loraplex.adapter_store import AddOutcome
+from loraplex.adapters.registry import OpenedAdapter
+from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.sources.named import NamedSource
 from loraplex.config import EngineConfig
 from loraplex.errors import AdapterPathNotFoundError
@@ -32,6 +36,7 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.sources import resolver
 from loraplex.server.verb_turns import VerbTurns
 from loraplex.testing import FakeAsyncEngine
+from tests.security.tenancy import tenancy
 
 
 async def test_an_engine_gets_its_adapters_again_while_every_verb_thread_waits() -> None:
@@ -207,6 +212,80 @@ async def test_a_path_is_looked_at_in_threads_of_loads(monkeypatch: pytest.Monke
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         await client.post("/v1/adapters", json={"name": "x", "path": "/x"})
     assert [name.rpartition("_")[0] for name in threads] == ["path-check"]
+
+
+async def test_a_tenants_root_that_hangs_holds_up_its_own_loads_alone(
+    hang: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was resolved in the event loop: with one mount that was dead no request of anything was answered."""
+    began, resolve = asyncio.Event(), Path.resolve
+    loop = asyncio.get_running_loop()
+
+    def resolved(path: Path, strict: bool = False) -> Path:
+        if str(path) == "/srv/acme":
+            loop.call_soon_threadsafe(began.set)
+            assert hang.wait(20)
+        return resolve(path, strict)
+
+    with tenancy(tmp_path) as server:
+        monkeypatch.setattr(Path, "resolve", resolved)
+        async with client_at(server.app, "10.0.0.1") as client:
+            body = {"name": "new", "path": "/srv/acme/new"}
+            load = asyncio.ensure_future(client.post("/v1/adapters", json=body, headers=server.headers("acme")))
+            await asyncio.wait_for(began.wait(), 60)
+            assert (await client.get("/health")).status_code == 200
+            pin = await client.post("/v1/adapters/sql/pin", headers=server.headers("beta"))
+            assert pin.status_code == 200
+            assert not load.done()
+            hang.set()
+            assert (await load).status_code == 200
+
+
+@pytest.mark.parametrize("verb", ["load", "tensors", "switch to a path"])
+async def test_a_tenants_roots_are_resolved_in_threads(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What opens files resolved them a second time, before it went to its thread."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    threads, resolve = set[threading.Thread](), Path.resolve
+
+    def resolved(path: Path, strict: bool = False) -> Path:
+        if str(path) == "/srv/acme":
+            threads.add(threading.current_thread())
+        return resolve(path, strict)
+
+    def open_adapter(path: str) -> OpenedAdapter:
+        AdapterSource().roots_of(Path(path))
+        return OpenedAdapter(path, "0" * 64, 1, 1, None)
+
+    with tenancy(tmp_path, open_adapter=open_adapter) as server:
+        monkeypatch.setattr(Path, "resolve", resolved)
+        async with client_at(server.app, "10.0.0.1") as client:
+            client.headers.update(server.headers("acme"))
+            if verb == "load":
+                answer = await client.post("/v1/adapters", json={"name": "new", "path": "/srv/acme/new"})
+            elif verb == "tensors":
+                tensors = save({"lora_A": np.ones(4, np.float32)}, {"adapter_config": "{}"})
+                answer = await client.put("/v1/adapters/new/tensors", content=tensors)
+            else:
+                body = {"old": "sql", "new": "new", "new_path": "/srv/acme/new"}
+                answer = await client.post("/v1/adapters/switch", json=body)
+        assert answer.is_success, answer.text
+    assert threading.current_thread() not in threads
+    assert verb == "tensors" or len(threads) == 2, "of checks, and of what opens"
+
+
+async def test_a_tenants_root_that_is_a_loop_of_links_has_nothing(tmp_path: Path) -> None:
+    """Python before 3.13 raises RuntimeError for it, which was a 500."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with tenancy(tmp_path) as server:
+        server.store.change_tenant("acme", [str(loop)])
+        server.refresh()
+        async with client_at(server.app, "10.0.0.1") as client:
+            body = {"name": "new", "path": "/srv/acme/new"}
+            answer = await client.post("/v1/adapters", json=body, headers=server.headers("acme"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_path_forbidden")
 
 
 def test_jobs_that_hang_are_replaced(hang: threading.Event) -> None:

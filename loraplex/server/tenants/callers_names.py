@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 
 from fastapi import Request
 
@@ -111,9 +112,10 @@ def check_number(request: Request, lora_int_id: int | None) -> None:
 
 
 def in_roots(request: Request, *places: str) -> AbstractContextManager[None]:
-    """Around what fetches and opens: a tenant's lies in its roots, or these places, when it is opened, too."""
+    """Around what fetches and opens: a tenant's lies in its roots, or these places, when it is opened, too. Touches no
+    disk itself."""
     is_tenants = caller_of(request).scope.tenant is not None
-    return narrowed_to(local_roots((*roots_of(request), *places)) if is_tenants else None)
+    return narrowed_to(partial(local_roots, (*roots_of(request), *places)) if is_tenants else None)
 
 
 def roots_of(request: Request) -> tuple[str, ...]:
