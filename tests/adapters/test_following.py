@@ -71,6 +71,7 @@ def test_a_fetch_that_fails_again_waits_longer_and_an_engine_that_starts_does_no
     assert timers.fire() == 5.0
     until_ready(bench, 1)
     followed._fetchers.close()
+    followed._lookers.close()
     bench.registry.release(bench.registry.hold("a"))
     bench.check_idle()
 
@@ -78,6 +79,27 @@ def test_a_fetch_that_fails_again_waits_longer_and_an_engine_that_starts_does_no
 def record_of(name: str, adapter_id: int, path: str = "/there") -> NameChange:
     version = VersionRecord(adapter_id, 1, "0" * 64, path, f"s3://bucket/{name}", "", 1, 8, False, 1.0)
     return NameChange(name, NameRecord(adapter_id, None, 1, (version,), NameUsage(name, 1)))
+
+
+def test_what_is_found_to_be_fetched_after_the_patience_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "LOOK_PATIENCE_S", 0.0)
+    bench, go_on, looks = Bench(), threading.Event(), list[bool]()
+
+    def locate(record: VersionRecord, may_fetch: bool) -> str | None:
+        looks.append(may_fetch)
+        assert go_on.wait(WAIT_S)
+        return "/here" if may_fetch else None
+
+    followed = bench.registry._following
+    followed._locate = locate
+    followed.apply([record_of("a", 1)])
+    go_on.set()
+    until_ready(bench, 1)
+    assert looks == [False, True]
+    assert [spec.path for spec in bench.registry.specs()] == ["/here"]
+    followed._fetchers.close()
+    followed._lookers.close()
+    bench.check_idle()
 
 
 def test_many_fetches_of_a_tenant_hold_up_none_of_others() -> None:
@@ -101,6 +123,7 @@ def test_many_fetches_of_a_tenant_hold_up_none_of_others() -> None:
         go_on.set()
     until_ready(bench, 21)
     followed._fetchers.close()
+    followed._lookers.close()
     bench.check_idle()
 
 

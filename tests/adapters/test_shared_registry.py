@@ -334,6 +334,36 @@ def test_verbs_go_on_while_files_of_a_load_at_another_server_are_waited_for(
 # -------------------------------------------------------------------------------------------------------- two at a time
 
 
+def test_a_verb_that_learns_of_a_load_waits_for_no_file_system(
+    begin: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn looked at the directory under the mutex and the database's row: no verb of any server went on."""
+    one, gate, other = begin(), Gate(), begin()
+    other.registry.load("beta/b", "/b")
+
+    def locate(record: VersionRecord, may_fetch: bool) -> str | None:
+        if record.path == "/cache/a":
+            gate.pass_through()
+        return record.path
+
+    monkeypatch.setattr(other.registry._following, "_locate", locate)
+    monkeypatch.setattr(other.journal, "_learn", lambda connection, at_least: None)  # the turn is before it
+    with ThreadPoolExecutor(2) as pool:
+        load = pool.submit(one.registry.load, "acme/a", "/a")
+        try:
+            until(lambda: one.journal._applied > other.journal._applied)
+            for verb in (other.registry.pin, other.registry.unpin):
+                assert pool.submit(verb, "beta/b").result(WAIT_S / 2)
+            assert gate.arrived.is_set()
+            with pytest.raises(AdapterUnavailableError, match="its files are not at"):
+                other.registry.acquire("acme/a")
+            assert load.result(WAIT_S).status is LoadStatus.LOADED
+        finally:
+            gate.opened.set()
+    until(lambda: other.sees("acme/a", "/a"))
+    other.bench.check_idle()
+
+
 def test_equal_loads_at_two_servers_are_one_load(begin: Callable[..., Server]) -> None:
     one, other = begin(), begin()
     gate = one.bench.sources.faults.gates["open"] = Gate()

@@ -34,6 +34,9 @@ NUM_FETCHERS = 4
 RETRY_S, MAX_DOUBLINGS = 5.0, 3
 """After an engine that was starting again, or a fetch that failed: after each further one of these twice as long."""
 
+LOOK_PATIENCE_S = 0.1
+"""For whether files are here, while verbs of all servers wait."""
+
 NOT_YET = "adapter %r of another server cannot be served yet: %s"
 
 Locate = Callable[[VersionRecord, bool], str | None]
@@ -69,7 +72,7 @@ class Following:
         self._run_later = run_later
         self._on_change = on_change
         self._base_names = base_names
-        self._found: dict[int, Future[str]] = {}  # where files are that were looked for before
+        self._found: dict[int, Future[str | None]] = {}  # where files are that were looked for before
         self._coming: set[int] = set()  # not in the table yet
         self._fetching: set[int] = set()
         # by how often its time was doubled, and by id
@@ -77,7 +80,7 @@ class Following:
 
     def begin(self, changes: Sequence[NameChange], shared: SharedJournal) -> None:
         """Take over what the servers have, and follow them from now on."""
-        self.apply(changes)
+        self.apply(changes, is_first=True)
         shared.follow(self.apply, self.expect)
 
     @cached_property
@@ -97,29 +100,32 @@ class Following:
                 for each in (() if change.record is None else self._kept(change.record))
                 if self._names.table.find(each.adapter_id) is None
             }
-        found = {number: Future[str]() for number in fresh}
+        found = {number: Future[str | None]() for number in fresh}
         self._found = found.copy()
         for number, (name, record) in fresh.items():
-            self._lookers.submit(partial(self._look, name, record, found[number], False), _tenant_of(name))
+            self._lookers.submit(partial(self._look, name, record, found[number], False, True), _tenant_of(name))
         wait(found.values(), patience_s)
 
-    def _look(self, name: str, record: VersionRecord, found: Future[str], may_fetch: bool) -> None:
+    def _look(
+        self, name: str, record: VersionRecord, found: Future[str | None], may_fetch: bool, then_fetch: bool
+    ) -> None:
         try:
             path = self._locate(record, may_fetch)
         except Exception as error:
             found.set_exception(error)
             return
-        if path is None and not may_fetch:
-            self._fetchers.submit(partial(self._look, name, record, found, True), _tenant_of(name))
+        if path is None and then_fetch:
+            self._fetchers.submit(partial(self._look, name, record, found, True, False), _tenant_of(name))
         else:
-            found.set_result(str(path))
+            found.set_result(path)
 
-    def apply(self, changes: Sequence[NameChange]) -> Collection[str]:
-        """Make these names what another server made them. The names whose ids are others' here."""
+    def apply(self, changes: Sequence[NameChange], *, is_first: bool = False) -> Collection[str]:
+        """Make these names what another server made them. The names whose ids are others' here. is_first: nothing else
+        waits, and each file is looked for, however long it takes."""
         changes = [change for change in changes if self._may_have(change)]
         taken = {change.name for change in changes if self._is_taken(change)}
         changes = [NameChange(each.name, None) if each.name in taken else each for each in changes]
-        fresh = self._bring(changes)
+        fresh = self._bring(changes, is_first)
         self._lift_pins(changes)
         table = self._names.table
         with self._names.lock:
@@ -182,7 +188,7 @@ class Following:
 
     # ---------------------------------------------------------------------------------------------- into the store
 
-    def _bring(self, changes: Sequence[NameChange]) -> dict[int, tuple[AdapterVersion, VersionRecord]]:
+    def _bring(self, changes: Sequence[NameChange], is_first: bool) -> dict[int, tuple[AdapterVersion, VersionRecord]]:
         """New versions by id. Those that are ready by now say so."""
         fresh: dict[int, tuple[AdapterVersion, VersionRecord]] = {}
         with self._names.lock:
@@ -190,15 +196,18 @@ class Following:
                 for each in () if change.record is None else self._kept(change.record):
                     self._version(change.name, each, change.record, fresh)
         self._coming.update(fresh)
+        looks = {number: self._found.pop(number, None) for number in fresh}
+        asked = {number: self._looked_for(*fresh[number], is_first) for number, look in looks.items() if look is None}
+        wait(asked.values(), LOOK_PATIENCE_S)
         here = []
         for version, record in fresh.values():
-            found = self._found.pop(record.adapter_id, None)
-            if found is not None and not found.done():
+            found = looks[record.adapter_id] or asked[record.adapter_id]
+            if not found.done():
                 self._fetching.add(version.adapter_id)
                 found.add_done_callback(partial(self._come, version, record, 0))
                 continue
             try:
-                path = self._locate(record, False) if found is None else found.result()
+                path = found.result()
             except Exception as error:
                 _log.warning(NOT_YET, version.ref.adapter_name, error)
                 continue
@@ -209,6 +218,16 @@ class Following:
                 here.append(version)
         self._attach(here)
         return fresh
+
+    def _looked_for(self, version: AdapterVersion, record: VersionRecord, is_first: bool) -> Future[str | None]:
+        """Its result is None for what has to be fetched."""
+        found, name = Future[str | None](), version.ref.adapter_name
+        look = partial(self._look, name, record, found, False, False)
+        if is_first:
+            look()
+        else:
+            self._lookers.submit(look, _tenant_of(name))
+        return found
 
     def _attach(self, versions: Sequence[AdapterVersion]) -> None:
         if not versions:
@@ -226,12 +245,19 @@ class Following:
         self._fetchers.submit(partial(self._come, version, record, num_doublings), _tenant_of(version.ref.adapter_name))
 
     def _come(
-        self, version: AdapterVersion, record: VersionRecord, num_doublings: int, found: Future[str] | None = None
+        self,
+        version: AdapterVersion,
+        record: VersionRecord,
+        num_doublings: int,
+        found: Future[str | None] | None = None,
     ) -> None:
+        if found is not None and found.exception() is None and found.result() is None:
+            self._fetch(version, record)
+            return
         name, table = version.ref.adapter_name, self._names.table
         try:
-            path = str(self._locate(record, True)) if found is None else found.result()
-            version.spec = replace(version.spec, path=path)
+            path = self._locate(record, True) if found is None else found.result()
+            version.spec = replace(version.spec, path=str(path))
             num_doublings = 0  # an engine that starts again is waited for, no source
             self._store.attach_adapters([version.spec])
         except Exception as error:
