@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -1109,6 +1109,32 @@ def test_a_text_that_the_database_cannot_keep_refuses_the_verb(begin: Callable[.
     until(lambda: one.sees("a", None))
     assert one.registry.load("a", "/a").status is LoadStatus.LOADED
     assert one.bench.store.find(one.registry.resolve("a").adapter_id).tier is Tier.HOST
+
+
+def test_news_of_a_name_in_doubt_that_a_verb_overtook_are_not_applied(begin: Callable[..., Server]) -> None:
+    """A load was acknowledged, and the look at what became of the verb before it took the name away at this server."""
+    one, gate, taken = begin(patience_s=WAIT_S), Gate(), threading.Event()
+
+    class Slow(deque[Any]):
+        def append(self, news: Any) -> None:
+            gate.pass_through()
+            super().append(news)
+
+        def popleft(self) -> Any:
+            taken.set()
+            return super().popleft()
+
+    one.journal._news = Slow()
+    with pytest.raises(LoraplexError, match="the registry's database cannot keep it"):
+        one.registry.load("a", "/a\0")
+    try:
+        assert gate.arrived.wait(WAIT_S)
+        assert one.registry.load("a", "/a").status is LoadStatus.LOADED
+    finally:
+        gate.opened.set()
+    assert taken.wait(WAIT_S)
+    with one.journal._mutex:
+        assert one.sees("a", "/a")
 
 
 def _children(pid: int) -> list[int]:

@@ -322,7 +322,7 @@ class PostgresJournal(SharedJournal):
             num_applied += 1
             news, unsure = self._news.popleft()
             is_new = news.sequence > self._applied or news.is_restored
-            changes = [each for each in news.changes if is_new or each.name in unsure]
+            changes = [each for each in news.changes if is_new or each.name in unsure & self._unsure]
             self._apply_now(changes)
             self._applied = news.sequence if is_new else self._applied
             self._confirmed = min(self._confirmed, self._applied)
