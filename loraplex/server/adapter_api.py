@@ -405,6 +405,7 @@ class AdapterRoutes:
                 is_pinned=body.is_pinned,
                 check_size=check_size,
                 check_answer=self._names.answer_check(request, new_name),
+                check_source=self._names.answer_check(request, name),
             )
         return _json(LoadReply.of(result, caller_of(request).scope))
 
@@ -471,7 +472,7 @@ class AdapterRoutes:
         """Promote now rather than with the first request."""
         self._registry(f"adapter {clipped(name)!r} was named")
         name, scope = self._names.answering(request, name), caller_of(request).scope
-        outcome = await self._verb(request, LoRARegistry.preload, name)
+        outcome = await self._verb(request, LoRARegistry.preload, name, self._names.answer_check(request, name))
         return _json(ResidencyReply(scope.shown(name), outcome.is_new, scope.visible(outcome.evicted)))
 
     async def _change(self, request: Request, name: str, change: Callable[[Request, str], Awaitable[bool]]) -> Response:

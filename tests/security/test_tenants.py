@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -28,6 +29,7 @@ from loraplex.events import EventKind
 from loraplex.sampling_params import Claim
 from loraplex.server.auth import client_of as turns_of
 from loraplex.server.pages import PAGE_PATHS
+from loraplex.tenants.limits import Limits
 from loraplex.tenants.records import Role
 from tests.security.routes import routes_of
 from tests.security.tenancy import ADAPTERS, Tenancy, bearer, tenancy
@@ -678,6 +680,39 @@ async def test_a_tenant_does_not_clone_what_answers_for_its_name(server: Tenancy
     assert (cloned.status_code, "private" in cloned.text) == (403, False)
     assert (await acme.post("/v1/adapters/sql@1/clone", json={"name": "copy"})).status_code == 200
     assert "[acme/copy]" in (await completed(acme, "copy")).json()["choices"][0]["text"]
+
+
+async def test_a_clone_that_waits_for_its_turn_takes_nothing_of_anothers(tmp_path: Path) -> None:
+    """What its name means is looked up again when it runs: the operator has switched that meanwhile."""
+    with tenancy(tmp_path, limits=Limits(adapters=10)) as server:
+        async with client_of(server.app) as client:
+            turn = server.context.quota._turns["acme"] = asyncio.Lock()
+            async with turn, asyncio.timeout(60):
+                headers = server.headers("acme")
+                cloning = asyncio.create_task(
+                    client.post("/v1/adapters/sql/clone", json={"name": "stolen"}, headers=headers)
+                )
+                while not turn._waiters:  # type: ignore[attr-defined]
+                    await asyncio.sleep(0.01)
+                await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
+            cloned = await cloning
+        assert (cloned.status_code, "private" in cloned.text) == (403, False), cloned.text
+        assert server.engine.registry is not None
+        assert "acme/stolen" not in server.engine.registry.registered()
+
+
+async def test_a_preload_that_waits_for_its_turn_promotes_nothing_of_anothers(
+    server: Tenancy, acme: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_registry = server.engine.on_registry
+
+    async def switched_before(verb: Any, *args: Any, **kwargs: Any) -> Any:
+        await on_registry(LoRARegistry.switch, "acme/sql", "private")
+        return await on_registry(verb, *args, **kwargs)
+
+    monkeypatch.setattr(server.engine, "on_registry", switched_before)
+    answer = await acme.post("/v1/adapters/sql/preload")
+    assert (answer.status_code, "private" in answer.text) == (403, False), answer.text
 
 
 async def test_a_name_of_its_own_is_never_anothers_adapter(server: Tenancy, acme: httpx.AsyncClient) -> None:

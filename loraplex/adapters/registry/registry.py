@@ -277,17 +277,19 @@ class LoRARegistry:
         is_pinned: bool = False,
         check_size: Callable[[int], None] | None = None,
         check_answer: CheckAnswer = any_answer,
+        check_source: CheckAnswer = any_answer,
     ) -> LoadResult:
         """Make `new_name` resolve to what answers for `name` (or for `name@N`) now, under an id of its own.
 
         No file is read while the weights are in memory: names of one digest share them, on every tier, and its KV. From
-        then on each is reloaded, pinned and unloaded by itself. A name that has this content already is a no-op that
-        says so; one that has another is refused (AdapterConflictError). check_size, check_answer: as in `load`.
+        then on each is reloaded, pinned and unloaded by itself. A name with this content is a no-op that says so; one
+        with another is refused (AdapterConflictError). check_size, check_answer: as in `load`; check_source: of `name`.
         """
         check_adapter_name(new_name, self._base_names)
         check_lora_int_id(new_name, lora_int_id)
         ref = self.hold(name)
         try:
+            check_source(ref.adapter_name)
             spec = self.spec_of(ref)
             content = OpenedAdapter(spec.path, spec.adapter_digest, spec.nbytes, spec.max_rank, ref.text)
             self._check_content(new_name, name, spec.adapter_digest)
@@ -460,10 +462,8 @@ class LoRARegistry:
         """Promote, and exempt from eviction until it is unpinned, evicted or unloaded. Whether something changed."""
         with self._verb_on(name, check_answer) as (version, is_current):
             if not is_current:
-                raise InvalidRequestError(
-                    f"{name!r} is not the version that answers for {version.ref.adapter_name!r}, "
-                    "and only that is pinned; move the name to it first, or preload it"
-                )
+                text = f"{name!r} is not the version that answers for {version.ref.adapter_name!r}, and only that is"
+                raise InvalidRequestError(f"{text} pinned; move the name to it first, or preload it")
             return self._drain.set_pin(version, True)
 
     def check_pins(self, tenant: str, name: str) -> None:
@@ -481,19 +481,18 @@ class LoRARegistry:
 
     @contextmanager
     def _verb_on(self, name: str, check_answer: CheckAnswer) -> Iterator[tuple[AdapterVersion, bool]]:
-        """The version that answers for `name` (or for `name@N`), and whether it is its adapter's current one.
-
-        No other verb runs.
-        """
+        """The version that answers for `name` (or for `name@N`), and whether it is current. No other verb runs."""
         with self._names.verb_on(self.resolve(name).adapter_name) as current:
             with self._lock:
                 version = current if name in self._table.current else self._table.answering(name)
             check_answer(version.ref.adapter_name)
             yield version, version is current
 
-    def preload(self, name: str) -> AddOutcome:
+    def preload(self, name: str, check_answer: CheckAnswer = any_answer) -> AddOutcome:
         """Promote now rather than with the first request; `name@N` too."""
-        return self._store.promote_adapter(self.resolve(name).adapter_id)
+        ref = self.resolve(name)
+        check_answer(ref.adapter_name)
+        return self._store.promote_adapter(ref.adapter_id)
 
     # ------------------------------------------------------------------------------------------------------------ views
 
