@@ -38,7 +38,6 @@ KEY_PREFIX = "lp-"
 MAX_TENANTS, MAX_KEYS_OF_A_TENANT, MAX_SHARES, MAX_LABEL_CHARS = 10_000, 1000, 100_000, 200
 TENANT_NAME = r"[a-z0-9][a-z0-9._-]{0,62}"
 _TENANT = re.compile(TENANT_NAME, re.ASCII)
-_QUOTED = re.compile("'([^']{1,300})'")
 
 
 class Role(enum.StrEnum):
@@ -217,7 +216,8 @@ class Scope:
         """What of an error's message a tenant may read: nothing of how full the server is, which is what others do.
 
         hidden: adapters that answer for names of its own and that it may not see. Names that it sent itself are never
-        looked up: an error about one that exists must read as one about another that does not.
+        looked up: an error about one that exists must read as one about another that does not. A message has names as
+        `repr` writes them, and is not split at quotes: it may have others.
         """
         if isinstance(error, EngineOverloadedError):
             return "the server is busy; try again later"
@@ -231,12 +231,11 @@ class Scope:
         if is_of_others or type(error) in (AdapterMemoryError, AdapterNoRoomError):
             return "there is no room for this adapter now: unpin or unload one of yours, or try again later"
 
-        def shown_name(match: re.Match[str]) -> str:
-            address = split_address(match[1])
-            is_hidden = (match[1] if address is None else address[0]) in hidden
-            return "'(another adapter)'" if is_hidden else f"'{self.shown(match[1])}'"
-
-        return _QUOTED.sub(shown_name, error.message)
+        message = error.message
+        if hidden:
+            names = "|".join(re.escape(repr(name)[1:-1]) for name in hidden)
+            message = re.sub(rf"(['\"])(?:{names})(?:@[0-9]+)?\1", "'(another adapter)'", message)
+        return re.sub(rf"(['\"]){re.escape(self._prefix)}", r"\1", message) if self.tenant else message
 
     @property
     def _prefix(self) -> str:

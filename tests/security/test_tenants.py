@@ -753,3 +753,13 @@ async def test_a_name_whose_hidden_target_is_gone_does_not_name_it(server: Tenan
         answer = await acme.request(method, url, json=body)
         assert answer.status_code == (200 if method in ("GET", "DELETE") else 404), (method, url, answer.text)
         assert "private" not in answer.text
+
+
+async def test_a_hidden_target_is_not_named_beside_a_name_with_an_apostrophe(
+    server: Tenancy, acme: httpx.AsyncClient
+) -> None:
+    await server.engine.on_registry(LoRARegistry.load, "acme/it's", "/srv/acme/its")
+    await server.engine.on_registry(LoRARegistry.switch, "acme/it's", "private")
+    await server.engine.on_registry(LoRARegistry.unload, "private")
+    answer = await acme.post("/v1/adapters/it's/pin")
+    assert (answer.status_code, "private" in answer.text) == (404, False), answer.text

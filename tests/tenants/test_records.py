@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from loraplex.adapters.registry import NameQuery
@@ -11,6 +11,7 @@ from loraplex.errors import (
     AdapterBeyondQuotaError,
     AdapterContentChangedError,
     AdapterNoRoomError,
+    AdapterNotFoundError,
     AdapterQuotaError,
     error_from_payload,
 )
@@ -113,6 +114,22 @@ def test_errors_are_cleaned_of_targets_and_fullness_alone() -> None:
     error = AdapterContentChangedError("adapters 'a/x', 'y@2' and 'z' at 'b/x' changed")
     assert scope.cleaned(error, {"y"}) == "adapters 'x', '(another adapter)' and 'z' at 'b/x' changed"
     assert "bytes" not in scope.cleaned(AdapterNoRoomError("7 bytes of 9 are taken"))
+
+
+ANY_NAME = st.text(st.sampled_from("ab/'\"\\@2 "), min_size=1, max_size=8)
+
+
+@given(own=st.sampled_from(["sql", "it's", 'say "hi"', "c\\d"]), target=ANY_NAME, version=st.sampled_from(["", "@2"]))
+@example(own="it's", target="private", version="")
+@example(own="sql", target="c/o'neil", version="@2")
+@example(own="sql", target="c/a\\b", version="")
+@example(own="sql", target="c/'\"", version="")
+def test_a_target_is_hidden_whatever_characters_its_name_has(own: str, target: str, version: str) -> None:
+    scope = Scope(TenantTable(1, {"a": Tenant("a", 0.0)}), "a")
+    text = "adapter {!r} of the server's was switched to {!r}, which isn't loaded"
+    error = AdapterNotFoundError(text.format(f"a/{own}", target + version))
+    assume(target != f"a/{own}")
+    assert scope.cleaned(error, {target}) == text.format(own, "(another adapter)")
 
 
 @pytest.mark.parametrize("kind", [AdapterBeyondQuotaError, AdapterQuotaError])
