@@ -267,12 +267,17 @@ def test_a_link_in_place_of_the_folder_is_not_used(tmp_path: Path, caplog: pytes
     assert (tmp_path / "hub" / "models--org--a").is_dir()
 
 
-def test_the_disk_keeps_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_keeps_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How much that is, is for the log: a tenant reads the error."""
     free = SimpleNamespace(free=fetched.SPARE_DISK_BYTES + 10)
     monkeypatch.setattr(fetched.shutil, "disk_usage", lambda path: free)
     check_disk("adapter 'a'", tmp_path / "no" / "folder", 10)
-    with pytest.raises(AdapterFetchError, match="'a' has 11 bytes, and the disk of this server has"):
+    with pytest.raises(AdapterFetchError, match="'a' has 11 bytes, and the disk of this server has") as caught:
         check_disk("adapter 'a'", tmp_path, 11)
+    assert str(free.free) not in caught.value.message
+    assert f"has {free.free} bytes left" in caplog.text
     files = FetchedFiles(tmp_path)
     with files.loading(lambda: (), never) as make_room:
         make_room("adapter 'a'", files.folder / "models--org--a", 6)

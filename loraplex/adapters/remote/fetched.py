@@ -53,7 +53,9 @@ def check_disk(adapter: object, directory: Path, nbytes: int) -> None:
     folder = next(each for each in (directory, *directory.parents) if each.exists())
     free = shutil.disk_usage(folder).free
     if nbytes and nbytes + SPARE_DISK_BYTES > free:
-        raise AdapterFetchError(f"{adapter} has {nbytes} bytes, and the disk of this server has {free} bytes left")
+        _log.warning("%s has %d bytes, and the disk of %s has %d bytes left", adapter, nbytes, folder, free)
+        text = "and the disk of this server has no room for them (see its log)"  # how full it is, is the operator's
+        raise AdapterFetchError(f"{adapter} has {nbytes} bytes, {text}")
 
 
 class FetchedFiles:
