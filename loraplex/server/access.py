@@ -151,7 +151,8 @@ def clean_error(error: LoraplexError, request: Request) -> None:
     """Leave in an error what its caller may see: for a tenant its own names, and nothing of how full the server is."""
     scope = caller_of(request).scope
     if scope.tenant is not None:
-        error.args = (scope.cleaned(error, getattr(request.state, "hidden", ())),)
+        context: ServerContext = request.app.state.context
+        error.args = (scope.cleaned(error, context.names.hidden_from(request)),)
 
 
 def _forbidden(message: str, code: str) -> ApiError:

@@ -15,7 +15,7 @@ merged_adapters  a mix beside model="base" (LoRAX)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from fastapi import Request
 
 from loraplex.adapters.registry import HeldAdapters, LoRARef, LoRARegistry, NameQuery
 from loraplex.core import AdapterChoice, AdapterMix
-from loraplex.errors import AdapterNotFoundError, LoraDisabledError
+from loraplex.errors import AdapterNotFoundError, AdapterUnavailableError, LoraDisabledError
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.auth import caller_of
 from loraplex.server.engine_surface import EngineSurface, TextSurface
@@ -103,7 +103,9 @@ class ModelNames:
         if self._resolver is not None and self._engine.registry is not None:
             for name in self._unregistered(model, lora_path, merged, scope):
                 await self._resolver.load(request, name)
-        return self.choice_of(model, lora_path, merged, scope)
+        choice = self.choice_of(model, lora_path, merged, scope)
+        self.hide_targets(request, choice)
+        return choice
 
     def _prefix_of(self, source: str, scope: Scope) -> str:
         found = None if self._resolver is None else self._resolver.sources.named(source, scope.tenant or "")
@@ -174,9 +176,26 @@ class ModelNames:
         registry = self._engine.registry
         return None if registry is None else scope.find(name, partial(has_adapter, registry), registry.is_registered)
 
-    def target_of(self, registered: str) -> str:
-        """The name of the adapter that was to answer for a name, whether it is loaded still or not."""
-        return "" if self._engine.registry is None else self._engine.registry.target_of(registered)
+    def hide_targets(self, request: Request, choice: AdapterChoice) -> None:
+        """Keep from errors of a tenant's request what answers for a name of it since a switch, and is not its to see:
+        what does now, and what does when the error is told."""
+        if caller_of(request).scope.tenant is not None and choice is not None:
+            names = {name for name, _ in choice.parts} if isinstance(choice, AdapterMix) else {choice}
+            state = request.state
+            state.named, state.hidden = getattr(state, "named", set()), getattr(state, "hidden", set())
+            state.named |= names
+            state.hidden |= self._hidden(request, names)
+
+    def hidden_from(self, request: Request) -> Set[str]:
+        """Registered names that errors of a tenant's request do not tell."""
+        hidden: Set[str] = getattr(request.state, "hidden", set())
+        return hidden | self._hidden(request, getattr(request.state, "named", set()))
+
+    def _hidden(self, request: Request, names: Set[str]) -> Set[str]:
+        """A target need not be loaded still."""
+        scope, registry = caller_of(request).scope, self._engine.registry
+        targets = () if registry is None else map(registry.target_of, names)
+        return {target for target in targets if not scope.may_see(target)}
 
     def _is_known(self, model: str, scope: Scope) -> bool:
         return model in self.served or self.find(model, scope) is not None
@@ -258,21 +277,26 @@ class ModelNames:
         max_model_len = (None if ref.text is None else ref.text.max_model_len) or self._engine.model_info.max_model_len
         return ModelCard(name, int(ref.loaded_time), root, self.served[0], max_model_len)
 
-    def card(self, model: str, *, has_paths: bool = True, scope: Scope = EVERYTHING) -> ModelCard:
-        adapter_name, registry = self.adapter_of(model, None, scope), self._engine.registry
+    def card(self, request: Request, model: str) -> ModelCard:
+        """As the caller may see it. Raises what `adapter_of` raises, and AdapterUnavailableError."""
+        caller = caller_of(request)
+        adapter_name, registry = self.adapter_of(model, None, caller.scope), self._engine.registry
         if adapter_name is None or registry is None:
-            return self._base_card(model, has_paths)
-        return self._adapter_card(scope.shown(adapter_name), registry.resolve(adapter_name), has_paths)
+            return self._base_card(model, caller.is_admin)
+        self.hide_targets(request, adapter_name)
+        return self._adapter_card(caller.scope.shown(adapter_name), registry.resolve(adapter_name), caller.is_admin)
 
 
 def has_adapter(registry: LoRARegistry | None, name: str) -> bool:
-    """Whether requests for a name, or for `name@N`, are answered."""
+    """Whether requests for a name, or for `name@N`, are answered, now or when the files of its adapter are here."""
     if registry is None:
         return False
     try:
         registry.resolve(name)
     except AdapterNotFoundError:
         return False
+    except AdapterUnavailableError:
+        return True
     return True
 
 

@@ -31,7 +31,6 @@ from loraplex.server.request_id import checked_id, new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import EVENT_STREAM, PIECE_BYTES, EventStream, until_disconnect
-from loraplex.server.tenants.callers_names import hide_targets
 from loraplex.server.tenants.metering import limits_of, service_of, within_context
 from loraplex.text.tools.answer import WITH_SPECIAL_TOKENS, opens_thoughts, parser_for
 from loraplex.text.tools.wanted import AnswerReading
@@ -147,7 +146,6 @@ class OpenAIRoutes:
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
         adapters = await self._adapters_of(request, body, num_prompts, source)
-        hide_targets(request, context.names, dict.fromkeys(adapters))
         async with context.targets(adapters, request) as targets:
             params = await _sampling_params(body, targets)
             for each in params.values():
@@ -186,7 +184,6 @@ class OpenAIRoutes:
         body, answer = converse(await context.bodies.read(request, model))
         self._check_num_sequences(1, body.n)
         adapter = await context.names.resolve(request, body.model, body.lora_path, body.mix)
-        hide_targets(request, context.names, [adapter])
         async with context.targets([adapter], request) as targets:
             target = targets[adapter]
             params, parser = self._with_tools(body, target)
@@ -232,8 +229,7 @@ class OpenAIRoutes:
 
     @requires(Access.READ)
     async def show_model(self, model: str, request: Request) -> Response:
-        caller = caller_of(request)
-        return _json(encode(self._context.names.card(model, has_paths=caller.is_admin, scope=caller.scope)))
+        return _json(encode(self._context.names.card(request, model)))
 
     def _check_num_sequences(self, num_prompts: int, n: int) -> None:
         """Refuse what could not even wait on an idle server: coming again would not help."""

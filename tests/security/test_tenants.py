@@ -763,3 +763,42 @@ async def test_a_hidden_target_is_not_named_beside_a_name_with_an_apostrophe(
     await server.engine.on_registry(LoRARegistry.unload, "private")
     answer = await acme.post("/v1/adapters/it's/pin")
     assert (answer.status_code, "private" in answer.text) == (404, False), answer.text
+
+
+@pytest.mark.parametrize("name", ["sql", "public"])
+async def test_a_target_that_is_not_ready_is_not_named(server: Tenancy, acme: httpx.AsyncClient, name: str) -> None:
+    """As after a load at another server: its files are not here yet."""
+    registry = server.engine.registry
+    assert registry is not None
+    await server.engine.on_registry(LoRARegistry.switch, "public" if name == "public" else f"acme/{name}", "private")
+    registry._table.current["private"].is_ready = False
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for method, url, body in (
+        *(each for each in requests_about(name) if each[0] == "POST" and "adapter" not in each[1]),
+        ("POST", "/v1/messages", {**chat, "model": name}),
+        ("POST", "/v1/messages/count_tokens", {"messages": chat["messages"], "model": name}),
+        ("GET", f"/v1/models/{name}", None),
+        ("GET", f"/v1/adapters/{name}", None),
+        *(("POST", f"/v1/adapters/{name}/{verb}", None) for verb in ("pin", "preload", "evict")),
+        ("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": "/srv/acme/x"}),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": "/srv/acme/x"}),
+    ):
+        answer = await acme.request(method, url, json=body)
+        assert "private" not in answer.text, (method, url, answer.text)
+        if (body or {}).get("model") == name or url.startswith("/v1/models/"):
+            assert answer.status_code == 503, (method, url, answer.text)
+
+
+async def test_a_target_that_came_while_a_verb_waited_is_not_named(
+    server: Tenancy, acme: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_registry = server.engine.on_registry
+
+    async def switched_before(verb: Any, *args: Any, **kwargs: Any) -> Any:
+        await on_registry(LoRARegistry.switch, "acme/sql", "private")
+        await on_registry(LoRARegistry.unload, "private")
+        return await on_registry(verb, *args, **kwargs)
+
+    monkeypatch.setattr(server.engine, "on_registry", switched_before)
+    answer = await acme.post("/v1/adapters/sql/evict")
+    assert (answer.status_code, "private" in answer.text) == (404, False), answer.text

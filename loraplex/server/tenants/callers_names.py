@@ -6,7 +6,6 @@ use but not change is 403, and everything else is as if it did not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -15,7 +14,6 @@ from fastapi import Request
 from loraplex.adapters.registry import CheckAnswer, check_clients_name
 from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.adapters.source import narrowed_to
-from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.errors import AdapterNotFoundError, InvalidRequestError, TenantForbiddenError, shown
 from loraplex.server.auth import caller_of
 from loraplex.server.config import local_roots
@@ -37,7 +35,7 @@ class CallersNames:
                 check_clients_name(name, param=param)
             return name
         own = scope.own(name)
-        hide_targets(request, self._names, [own])
+        self._names.hide_targets(request, own)
         if not name:
             return name  # the registry has words for that
         short = scope.shown(own)
@@ -56,7 +54,7 @@ class CallersNames:
         if registry is None:
             return None
         found = scope.find_own(name, registry.is_registered) or self._names.find(name, scope)
-        hide_targets(request, self._names, [found])
+        self._names.hide_targets(request, found)
         return found
 
     def visible(self, request: Request, name: str) -> str:
@@ -91,18 +89,6 @@ class CallersNames:
                 f"adapter {shown(scope.shown(name or registered))} is shared with this tenant, which may use it alone"
             )
             raise TenantForbiddenError(text, param="name")
-
-
-def hide_targets(request: Request, names: ModelNames, choices: Iterable[AdapterChoice]) -> None:
-    """Keep from errors of a tenant's request what answers for a name of it since a switch, and is not its to see."""
-    scope = caller_of(request).scope
-    if scope.tenant is None:
-        return
-    hidden: set[str] = getattr(request.state, "hidden", set())
-    for choice in choices:
-        parts = [name for name, _ in choice.parts] if isinstance(choice, AdapterMix) else [choice] if choice else []
-        hidden |= {target for target in map(names.target_of, parts) if not scope.may_see(target)}
-    request.state.hidden = hidden
 
 
 def check_number(request: Request, lora_int_id: int | None) -> None:

@@ -18,7 +18,6 @@ from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.responses import encode
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import EVENT_STREAM
-from loraplex.server.tenants.callers_names import hide_targets
 from loraplex.server.wires.answer_parts import Part, PartKind, PartsRenderer, Step, StepKind
 from loraplex.server.wires.anthropic_errors import anthropic_event
 from loraplex.server.wires.anthropic_messages_input import NAMES, CountTokensRequest, MessagesRequest
@@ -99,7 +98,6 @@ class MessagesRoutes:
         with in_words_of(NAMES):
             chat = (await context.bodies.read(request, CountTokensRequest)).chat
             adapter = await context.names.resolve(request, chat.model, chat.lora_path, chat.mix)
-            hide_targets(request, context.names, [adapter])
             held = context.engine.hold_adapters(adapter)
             held.close()  # the text stays, and no version answers
             text = await context.text_of(held.refs, request)

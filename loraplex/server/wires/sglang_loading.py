@@ -85,7 +85,7 @@ class SGLangLoading:
             registered = names.find(lora_name, caller.scope)
             if registered is not None and len(listed) == MAX_LISTED and lora_name not in listed:
                 listed.popitem()
-                listed[lora_name] = names.card(lora_name, has_paths=caller.is_admin, scope=caller.scope).root
+                listed[lora_name] = names.card(request, lora_name).root
             return listed
 
         return await self._context.views.run_for(request, found, 0)
