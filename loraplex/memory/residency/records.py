@@ -85,7 +85,8 @@ class LoadJob:
     raised_in_pass: int | None = None
 
     def error_of(self, adapter: StoredAdapter) -> LoraplexError | None:
-        """None when all went well, or failed without having tried the source of `adapter`."""
+        """None when all went well, or failed without having tried the source of `adapter`, or for another tenant's
+        limit."""
         return self.errors.get(adapter.adapter_id) if self.errors else self.error
 
 

@@ -338,9 +338,9 @@ class WeightStore:
 
     def _forget_sources_locked(self, job: LoadJob) -> None:
         """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises;
-        those that came later load for themselves.
+        those that came later, or have no error of it, load for themselves.
         """
-        for adapter in job.sources:
+        for adapter in [each for each in job.sources if job.error_of(each) is not None]:
             if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
                 adapter.is_removed, adapter.load_error = True, job.error_of(adapter)
                 del self.adapters[adapter.adapter_id]

@@ -23,6 +23,7 @@ from loraplex.adapters.source_reader import check_content
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
 from loraplex.errors import (
+    AdapterBeyondQuotaError,
     AdapterConfigMissingError,
     AdapterContentChangedError,
     AdapterError,
@@ -33,6 +34,7 @@ from loraplex.errors import (
     AdapterPathForbiddenError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
+    AdapterQuotaError,
     AdapterUnavailableError,
     AdapterValidationError,
     AdapterWeightsMissingError,
@@ -152,9 +154,13 @@ class SourcesFailedError(Exception):
 
 
 def errors_of(error: BaseException, adapters: Sequence[StoredAdapter]) -> dict[int, LoraplexError]:
-    """What a failed load is to each of the adapters that it was for, by adapter_id."""
+    """What a failed load is to each of the adapters that it was for, by adapter_id; the last one asked. The limit of
+    its tenant is nothing to those of others: they are not in it, and load for themselves.
+    """
     if isinstance(error, SourcesFailedError):
         return dict(error.errors)
+    if isinstance(error, AdapterBeyondQuotaError | AdapterQuotaError) and error.tenant == adapters[-1].spec.tenant:
+        adapters = [each for each in adapters if each.spec.tenant == error.tenant]
     return {adapter.adapter_id: as_adapter_error(error, adapter.name) for adapter in adapters}
 
 

@@ -264,6 +264,38 @@ def test_a_shared_content_comes_for_a_tenant_within_its_limit(rig: Rig) -> None:
     rig.manager.check_integrity()
 
 
+def test_a_load_beyond_one_tenants_limit_ends_no_request_of_another_with_its_content(rig: Rig) -> None:
+    """The first load is one job for both, and its size shows only when it is open."""
+    assert rig.loader is not None
+    rig.manager.set_quotas({"acme": MemoryQuota(host_bytes=1)})
+    rig.manager.attach_adapters([spec(rig, 1, "acme", "same"), spec(rig, 2, "beta", "same")])
+    for number in (1, 2):
+        assert rig.manager.try_acquire(number).waits_for is WaitsFor.LOAD
+    rig.loader.run_all()
+    rig.manager.poll()
+    with pytest.raises(AdapterBeyondQuotaError, match=r"host_bytes of tenant acme is 1 bytes"):
+        rig.manager.try_acquire(1)
+    assert rig.manager.try_acquire(2).waits_for is WaitsFor.LOAD
+    rig.loader.run_all()
+    assert ask(rig, 2) is None
+    rig.manager.check_integrity()
+
+
+def test_a_load_beyond_one_tenants_limit_ends_no_add_of_another_with_its_content(rig: Rig) -> None:
+    """It waited for an older load when this one began, as one with its source too."""
+    assert rig.loader is not None
+    rig.manager.set_quotas({"acme": MemoryQuota(host_bytes=1)})
+    rig.manager.attach_adapters([spec(rig, 1, "acme", "same")])
+    beta, residency = spec(rig, 2, "beta", "same"), rig.manager._residency
+    with residency.held():
+        residency.attach_locked(beta, lambda: rig.source.open(beta))
+    assert rig.manager.try_acquire(1).waits_for is WaitsFor.LOAD
+    rig.loader.run_all()
+    assert [each.adapter_id for each in rig.manager.list_adapters()] == [1, 2]
+    assert ask(rig, 2) is None
+    rig.manager.check_integrity()
+
+
 def test_pins_and_requests_of_another_tenant_are_not_in_its_way(rig: Rig) -> None:
     limit(rig, acme=(1, None), beta=(1, None))
     rig.manager.attach_adapters([spec(rig, 1, "acme", "same"), spec(rig, 2, "beta", "same")])
