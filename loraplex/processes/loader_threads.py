@@ -37,7 +37,8 @@ class _Lane:
 
 class LoaderThreads:
     """Daemon threads, as many as there are jobs that may run; `num_threads` of them stay. A thread that hangs on a dead
-    disk does not keep the process alive, and after `stuck_s` its job does not count any more.
+    disk does not keep the process alive, and after `stuck_s` its job does not count any more. Jobs for which the system
+    has no thread wait for the next that comes free, and twice in `stuck_s` one is tried to be started.
     """
 
     def __init__(self, num_threads: int, stuck_s: float = STUCK_S, max_stuck: int = MAX_STUCK) -> None:
@@ -81,9 +82,13 @@ class LoaderThreads:
                 if len(self._threads) == MAX_THREADS:
                     return
                 thread = threading.Thread(target=self._work, name="loraplex-loader", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has none: they wait for a thread that is there
+                    _log.warning("no thread for a job: %s", error)
+                    return
                 self._threads.add(thread)
                 self._num_idle += 1  # until it takes a job
-                thread.start()
             turn = object()
             lane.began_s[turn] = time.monotonic()
             self._ready.append((tenant, turn, lane.jobs.popleft()))
@@ -104,9 +109,10 @@ class LoaderThreads:
             finally:
                 with self._changed:
                     del self._lanes[tenant].began_s[turn]
+                    self._num_idle += 1
                     self._start_all_locked()
-                    is_spare = self._num_idle >= self._num_threads
-                    self._num_idle += not is_spare
+                    is_spare = self._num_idle > self._num_threads + len(self._ready)
+                    self._num_idle -= is_spare
             if is_spare:
                 break
         with self._changed:
