@@ -23,8 +23,8 @@ MAX_PATTERN_KEYS = 2**13
 
 MAX_FIELDS = 512
 
-MAX_BLOCK_NAMES = 512
-"""Of use_bdlora: each is looked for in the name of each module."""
+MAX_BLOCK_NAMES = 128
+"""For A and for B of use_bdlora: each is looked for in the name of each module, which may be thousands."""
 
 MAX_RANK = 2**16
 """Beyond any linear; keeps numbers from a file from overflowing."""
@@ -374,13 +374,13 @@ class ConfigReader:
         if value is None:
             return None
         layers = value if isinstance(value, list) else [value]
-        if not all(type(layer) is int and layer >= 0 for layer in layers):
-            self._refuse_value("layers_to_transform", "layer numbers")
+        if len(layers) > MAX_PATTERN_KEYS or not all(type(layer) is int and layer >= 0 for layer in layers):
+            self._refuse_value("layers_to_transform", f"layer numbers, at most {MAX_PATTERN_KEYS}")
             return None
         if isinstance(self.fields.get("target_modules"), str):
             text = "needs target_modules to be a list, not a regular expression"
             self._refuse("layers_to_transform", f"layers_to_transform {text}")
-        return tuple(layers)
+        return tuple(sorted(set(layers)))
 
     def layers_pattern(self) -> tuple[str, ...]:
         value = self.fields.get("layers_pattern")

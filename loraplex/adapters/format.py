@@ -363,8 +363,8 @@ class PEFTHelper:
         by_suffix = named_by(exact, names)
         if not self.layers_to_transform:
             return by_suffix
-        indices = layer_indices(self.layers_pattern, by_suffix)
-        return [name for name in by_suffix if name in exact or indices.get(name) in self.layers_to_transform]
+        indices, layers = layer_indices(self.layers_pattern, by_suffix), frozenset(self.layers_to_transform)
+        return [name for name in by_suffix if name in exact or indices.get(name) in layers]
 
     # --------------------------------------------------------------------------------------------------------- identity
 

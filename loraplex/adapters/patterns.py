@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from loraplex.errors import AdapterBusyError, shown
@@ -385,15 +385,23 @@ class BlockDiagonal:
     of_b: tuple[str, ...]
     num_blocks: int
     is_strict: bool
+    _named: dict[str, tuple[bool, bool]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def blocks_of(self, module: str) -> tuple[int, int]:
         """Of A and of B; 1: it is whole."""
-        of_a, of_b = (any(part in module for part in parts) for parts in (self.of_a, self.of_b))
+        of_a, of_b = self._names(module)
         return self.num_blocks if of_a else 1, self.num_blocks if of_b else 1
+
+    def _names(self, module: str) -> tuple[bool, bool]:
+        """Whether for A, and for B. A load asks several times for each of a mixture's thousands of modules."""
+        if (known := self._named.get(module)) is None:
+            known = any(part in module for part in self.of_a), any(part in module for part in self.of_b)
+            self._named[module] = known
+        return known
 
     def reason_against(self, module: str, rank: int, in_features: int, out_features: int) -> str | None:
         """Why peft would not make it of such a module; None: it would."""
-        is_a, is_b = (any(part in module for part in parts) for parts in (self.of_a, self.of_b))
+        is_a, is_b = self._names(module)
         if is_a and is_b:
             return f"{module}: use_bdlora names it for both A and B"
         if self.is_strict and not (is_a or is_b):

@@ -86,7 +86,7 @@ def test_its_blocks_are_part_of_its_identity() -> None:
         {"nblocks": 2, "target_modules_bd_b": [""]},
         {"nblocks": 2, "match_strict": 1},
         {"nblocks": 2, "more": 1},
-        {"nblocks": 2, "target_modules_bd_a": ["o_proj"] * 513},
+        {"nblocks": 2, "target_modules_bd_a": ["o_proj"] * 129},
     ],
 )
 def test_what_is_no_configuration_of_it_is_refused(value: Any) -> None:
@@ -94,6 +94,25 @@ def test_what_is_no_configuration_of_it_is_refused(value: Any) -> None:
     assert reason.startswith(
         "use_bdlora must be null or an object of target_modules_bd_a, target_modules_bd_b, nblocks"
     )
+
+
+def test_each_name_is_looked_for_once_in_a_module() -> None:
+    """A load asks several times for each module of a mixture of experts."""
+    looked_for = []
+
+    class Module(str):
+        __slots__ = ()
+
+        def __contains__(self, part: str) -> bool:
+            looked_for.append(part)
+            return super().__contains__(part)
+
+    helper, module = PEFTHelper.from_dict({**MINIMAL, "use_bdlora": BLOCKS}), Module(Q)
+    assert helper.block_diagonal is not None
+    for _ in range(3):
+        assert helper.blocks_of(module) == (1, 2)
+        assert helper.block_diagonal.reason_against(module, 4, 32, 32) is None
+    assert looked_for == [*OF_A, "q_proj"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("use_dora", True), ("alora_invocation_tokens", [3])])

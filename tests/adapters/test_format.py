@@ -323,9 +323,28 @@ def test_what_peft_itself_refuses_to_construct_is_refused(fields: dict[str, Any]
     assert any(word in reason for reason in reasons(**fields))
 
 
-@pytest.mark.parametrize("value", [[-1], ["0"], 1.5, [True], {"0": 1}])
+@pytest.mark.parametrize("value", [[-1], ["0"], 1.5, [True], {"0": 1}, [0] * 8193])
 def test_layers_must_be_numbers(value: Any) -> None:
     assert "layers_to_transform must be layer numbers" in reasons(layers_to_transform=value)[0]
+
+
+def test_a_layer_is_looked_up_and_not_compared_with_each_number() -> None:
+    """A file may list thousands, and a mixture of experts has tens of thousands of modules."""
+    compared = []
+
+    class Layer(int):
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    names = [f"model.layers.{layer}.q_proj" for layer in range(8)]
+    layers = tuple(Layer(layer) for layer in range(4, 64))
+    found = PEFTHelper("adapter", 1, 1.0, ("q_proj",), layers_to_transform=layers).match_modules(names)
+    assert found == set(names[4:])
+    assert len(compared) <= len(names)
+    assert helper(layers_to_transform=[2, 0, 2]).layers_to_transform == (0, 2)
 
 
 def test_patterns_must_map_to_numbers() -> None:
