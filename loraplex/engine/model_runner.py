@@ -14,6 +14,7 @@ from loraplex.cpu import CpuMeter, CpuUse, cpu_limit
 from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logit_segments, route_of, sole_content
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
+from loraplex.engine.sampling_batch import KnownPrompts
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.engine.speculation import verified
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
@@ -162,6 +163,7 @@ class ModelRunner:
         self._sampler = sampler
         self._profiler = profiler
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
+        self._prompts = KnownPrompts()
         self._prepare_adapters = prepare_adapters
         self.graphs = graphs
         self.merger = merger
@@ -359,7 +361,7 @@ class ModelRunner:
         drawn: DrawnTokens | None = None
         late_rows: Sequence[int] = ()
         if logits is not None:
-            rows = [_sampling_row(sequence) for sequence in step.sampled]
+            rows = [_sampling_row(sequence, self._prompts) for sequence in step.sampled]
             if masks is not None:
                 rows, late_rows = masks.taken(rows)
             drawn = self._draw(logits, step.sampled, rows)
@@ -410,7 +412,7 @@ def _gated(batch: StepBatch, arriving: _Arriving | None) -> StepBatch:
     return batch if arriving is None else replace(batch, gate=arriving.gate)
 
 
-def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:
+def _sampling_row(sequence: ScheduledSequence, prompts: KnownPrompts) -> SamplingRow:
     state, request = sequence.state, sequence.state.request
     params = request.sampling_params
     stop_ids = (*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids)
@@ -425,7 +427,8 @@ def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:
         return row
     counts = row.state
     if counts is None:
-        counts = SamplingState(params, request.prompt_token_ids, state.token_ids[state.num_prompt_tokens :])
+        prompt = prompts.distinct_tokens(request.prompt_token_ids if params.repetition_penalty != 1 else ())
+        counts = SamplingState(params, prompt, state.token_ids[state.num_prompt_tokens :])
         state.sampling_state = counts
     is_counted = params.has_penalties and sequence.draft
     return replace(row, state=counts.followed_by(sequence.draft) if is_counted else counts)

@@ -127,6 +127,14 @@ class DrawnTokens:
         self.token_ids = token_ids
         self._finish = finish
 
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Int64s, DrawnTokens]]) -> Self:
+        """Of the places of rows, and what was drawn for them."""
+        order = np.argsort(np.concatenate([places for places, _ in parts]))
+        token_ids = torch.cat([drawn.token_ids for _, drawn in parts])
+        token_ids = token_ids.index_select(0, upload(order, token_ids.device))
+        return cls(token_ids, lambda: SamplerOutput.merged(parts, len(order)))
+
     def result(self) -> SamplerOutput:
         """Waits until it is there, and for nothing that was launched later."""
         return self._finish()
@@ -157,6 +165,13 @@ class Sampler:
         assert logits.shape == (len(batch.rows), self.vocab_size), (
             f"logits {tuple(logits.shape)}, {len(batch.rows)} rows"
         )
+        if batch.edited and len(batch.rows) > self.rows_at_once:  # what was there before an edit is kept for the draw
+            return DrawnTokens.joined(
+                [
+                    (rows, self.launch(logits[rows[0] : rows[-1] + 1], [batch.rows[i] for i in rows]))
+                    for rows in self._chunks(np.arange(len(batch.rows)))
+                ]
+            )
         with torch.inference_mode():
             logits = logits.float().contiguous()
             mask_logits(self.ops, logits, batch)
@@ -178,10 +193,7 @@ class Sampler:
             if size < logits.shape[1]:
                 taken = taken[:, :size].clone(memory_format=torch.contiguous_format)
             parts.append((places, sampler.launch(taken, [rows[i] for i in places.tolist()])))
-        order = np.argsort(np.concatenate([places for places, _ in parts]))
-        token_ids = torch.cat([drawn.token_ids for _, drawn in parts])
-        token_ids = token_ids.index_select(0, upload(order, token_ids.device))
-        return DrawnTokens(token_ids, lambda: SamplerOutput.merged(parts, len(rows)))
+        return DrawnTokens.joined(parts)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
         """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; and the k best."""

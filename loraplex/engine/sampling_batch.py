@@ -15,6 +15,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,29 +27,59 @@ from loraplex.kernels.device_copies import upload
 from loraplex.kernels.protocols import SamplingOps
 
 _LARGEST = torch.finfo(torch.float32).max
+_ELEMENTS_AT_ONCE = 2**18
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
+class DistinctTokens:
+    """Of a prompt, ascending. `prompt` is kept so that its `id` stays its own."""
+
+    __slots__ = ("__weakref__", "prompt", "token_ids")
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = prompt
+        self.token_ids = np.unique(np.asarray(prompt, np.int64))
+
+
+class KnownPrompts:
+    """The prompts of requests that draw: completions of one share the object, and so its distinct tokens."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[int, DistinctTokens] = WeakValueDictionary()
+
+    def distinct_tokens(self, prompt: Sequence[int]) -> DistinctTokens:
+        found = self._known.get(id(prompt))
+        if found is None:
+            found = self._known[id(prompt)] = DistinctTokens(prompt)
+        return found
+
+
 class SamplingState:
     """What one request's edits of the logits need between steps: token counts, kept sparse, and its bias as arrays.
 
-    `token_ids [m]` are the distinct tokens of prompt and output, `counts [m]` how often each is in the output (0:
-    prompt only). `commit` costs O(1) per token.
+    `token_ids [m]` are the distinct tokens of the output, `counts [m]` how often each is in it. A prompt is looked at
+    for a repetition penalty alone. `commit` costs O(1) per token, and a search in the prompt for a new one.
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int] = (), output_token_ids: Sequence[int] = ()
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] | DistinctTokens = (),
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
         self.bias_values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-        prompt = np.unique(np.asarray(prompt_token_ids, np.int64))
-        self._size = len(prompt)
-        self._token_ids = np.concatenate([prompt, np.zeros(64, np.int64)])
-        self._counts = np.zeros(len(self._token_ids), np.float32)
-        self._index = dict(zip(prompt.tolist(), range(self._size), strict=True))
+        if not isinstance(prompt, DistinctTokens):
+            prompt = DistinctTokens(prompt if params.repetition_penalty != 1 else ())
+        self._prompt = prompt
+        self._size = 0
+        self._token_ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.float32)
+        self._is_new = np.zeros(64, np.bool_)
+        self._index: dict[int, int] = {}
         self.commit(output_token_ids)
 
     @property
@@ -58,6 +89,16 @@ class SamplingState:
     @property
     def counts(self) -> Float32s:
         return self._counts[: self._size]
+
+    @property
+    def num_seen(self) -> int:
+        """Not less than there are `seen_ids`."""
+        return len(self._prompt.token_ids) + self._size
+
+    @property
+    def seen_ids(self) -> Int64s:
+        """The distinct tokens of prompt and output, for a repetition penalty."""
+        return np.concatenate([self._prompt.token_ids, self.token_ids[self._is_new[: self._size]]])
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """These tokens are now part of the output."""
@@ -71,15 +112,18 @@ class SamplingState:
         """As it is once these tokens are part of the output, too; this one stays as it is."""
         state = copy.copy(self)
         state._token_ids, state._counts = self._token_ids.copy(), self._counts.copy()
-        state._index = dict(self._index)
+        state._is_new, state._index = self._is_new.copy(), dict(self._index)
         state.commit(token_ids)
         return state
 
     def _append(self, token_id: int) -> int:
-        if self._size == len(self._token_ids):
+        where, prompt = self._size, self._prompt.token_ids
+        if where == len(self._token_ids):
             self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        where = self._size
+            self._is_new = np.concatenate([self._is_new, np.zeros_like(self._is_new)])
+        place = np.searchsorted(prompt, token_id)
+        self._is_new[where] = place == len(prompt) or prompt[place] != token_id
         self._token_ids[where] = token_id
         self._index[token_id] = where
         self._size += 1
@@ -192,12 +236,12 @@ def edited_logits(logits: Tensor, batch: SamplingBatch) -> Iterator[None]:
     flat = logits.view(-1)
     undo: list[tuple[Tensor, Tensor]] = []
     try:
-        for make_edit in (_penalties, _biases, _forbidden) if batch.edited else ():
-            index, edit = make_edit(batch, logits.shape[1])
-            where = upload(index, logits.device)
-            old = flat[where]
-            undo.append((where, old))
-            flat[where] = edit(old)
+        for make_edits in (_repetitions, _counted, _biases, _forbidden) if batch.edited else ():
+            for index, edit in make_edits(batch, logits.shape[1]):
+                where = upload(index, logits.device)
+                old = flat[where]
+                undo.append((where, old))
+                flat[where] = edit(old)
         yield
     finally:
         for where, old in reversed(undo):
@@ -216,43 +260,74 @@ def _flat_index(per_row: Sequence[tuple[int, Int64s]], vocab_size: int) -> tuple
     return (rows * vocab_size + token_ids)[is_known], is_known
 
 
-def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
-    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence where seen.
-
-    Nothing becomes Inf by it.
-    """
-    rows = [i for i in batch.edited if batch.rows[i].has_penalties]
-    states = [batch.rows[i].state_or_new() for i in rows]
-    index, is_known = _flat_index([(i, state.token_ids) for i, state in zip(rows, states, strict=True)], vocab_size)
-    sizes = [len(state.token_ids) for state in states]
-    params = [batch.rows[i].params for i in rows]
-
-    def spread(values: list[float]) -> Float32s:
-        return np.repeat(np.array(values, np.float32), sizes)[is_known]
-
-    counts = np.concatenate([state.counts for state in states] or [np.zeros(0, np.float32)])[is_known]
-    frequency, presence = spread([p.frequency_penalty for p in params]), spread([p.presence_penalty for p in params])
-    repetition, minus = spread([p.repetition_penalty for p in params]), frequency * counts + presence * (counts > 0)
-
-    def edit(old: Tensor) -> Tensor:
-        factor = upload(repetition, old.device)
-        new = torch.where(old > 0, old / factor, old * factor).sub_(upload(minus, old.device))
-        return torch.where(old < torch.inf, new.clamp_(max=_LARGEST), old)  # NaN and Inf stay to be seen
-
-    return index, edit
+def _parts(
+    batch: SamplingBatch, is_wanted: Callable[[SamplingParams], bool]
+) -> Iterator[list[tuple[int, SamplingState]]]:
+    """So few of the edited rows at a time that a temporary for their tokens stays small, and one at least."""
+    part: list[tuple[int, SamplingState]] = []
+    num_left = _ELEMENTS_AT_ONCE
+    for i in batch.edited:
+        if not is_wanted(batch.rows[i].params):
+            continue
+        state = batch.rows[i].state_or_new()
+        if part and state.num_seen > num_left:
+            yield part
+            part, num_left = [], _ELEMENTS_AT_ONCE
+        part.append((i, state))
+        num_left -= state.num_seen
+    if part:
+        yield part
 
 
-def _biases(batch: SamplingBatch, vocab_size: int) -> _Edit:
+def _spread(values: Sequence[float], per_row: Sequence[tuple[int, Int64s]], is_known: Bools) -> Float32s:
+    return np.repeat(np.array(values, np.float32), [len(token_ids) for _, token_ids in per_row])[is_known]
+
+
+def _repetitions(batch: SamplingBatch, vocab_size: int) -> Iterator[_Edit]:
+    """r over prompt and output: l / r if l > 0 else l * r."""
+    for part in _parts(batch, lambda params: params.repetition_penalty != 1):
+        per_row = [(i, state.seen_ids) for i, state in part]
+        index, is_known = _flat_index(per_row, vocab_size)
+        factors = _spread([batch.rows[i].params.repetition_penalty for i, _ in part], per_row, is_known)
+
+        def edit(old: Tensor, factors: Float32s = factors) -> Tensor:
+            factor = upload(factors, old.device)
+            return _finite(torch.where(old > 0, old / factor, old * factor), old)
+
+        yield index, edit
+
+
+def _counted(batch: SamplingBatch, vocab_size: int) -> Iterator[_Edit]:
+    """l - frequency * count - presence over the output."""
+    for part in _parts(batch, lambda params: params.frequency_penalty != 0 or params.presence_penalty != 0):
+        per_row, params = [(i, state.token_ids) for i, state in part], [batch.rows[i].params for i, _ in part]
+        index, is_known = _flat_index(per_row, vocab_size)
+        counts = np.concatenate([state.counts for _, state in part])[is_known]
+        minus = _spread([p.frequency_penalty for p in params], per_row, is_known) * counts
+        minus += _spread([p.presence_penalty for p in params], per_row, is_known)
+
+        def edit(old: Tensor, minus: Float32s = minus) -> Tensor:
+            return _finite(old - upload(minus, old.device), old)
+
+        yield index, edit
+
+
+def _finite(new: Tensor, old: Tensor) -> Tensor:
+    """Nothing becomes Inf by a penalty; NaN and Inf stay to be seen."""
+    return torch.where(old < torch.inf, new.clamp_(max=_LARGEST), old)
+
+
+def _biases(batch: SamplingBatch, vocab_size: int) -> Iterator[_Edit]:
     """l + logit_bias[id]."""
     rows = [i for i in batch.edited if batch.rows[i].params.logit_bias]
     states = [batch.rows[i].state_or_new() for i in rows]
     index, is_known = _flat_index([(i, state.bias_ids) for i, state in zip(rows, states, strict=True)], vocab_size)
     values = np.concatenate([state.bias_values for state in states] or [np.zeros(0, np.float32)])[is_known]
-    return index, lambda old: old + upload(values, old.device)
+    yield index, lambda old: old + upload(values, old.device)
 
 
-def _forbidden(batch: SamplingBatch, vocab_size: int) -> _Edit:
+def _forbidden(batch: SamplingBatch, vocab_size: int) -> Iterator[_Edit]:
     """-inf for the tokens that would end a request before min_tokens."""
     rows = [i for i in batch.edited if batch.rows[i].is_below_min_tokens]
     per_row = [(i, np.unique(np.asarray(batch.rows[i].stop_ids_for_min_tokens, np.int64))) for i in rows]
-    return _flat_index(per_row, vocab_size)[0], lambda old: torch.full_like(old, -torch.inf)
+    yield _flat_index(per_row, vocab_size)[0], lambda old: torch.full_like(old, -torch.inf)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core import SamplingParams
+from loraplex.engine import sampler
 from loraplex.engine.sampler import (
     Sampler,
     SamplerOutput,
@@ -280,14 +281,21 @@ def test_large_batch_equals_single_rows() -> None:
 
 
 def test_rows_at_once_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [{}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.0}, {"top_k": 300}]
-    rows = [row(i, seed=i, logprobs=2, **options[i % len(options)]) for i in range(40)]
-    logits = normal_logits(40)
+    """Nor of which rows what was there before an edit is kept."""
+    options = [{}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.0}, {"top_k": 300}, {"min_tokens": 99}]
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "prompt_token_ids": range(0, V, 2)}
+    rows = [row(i, seed=i, logprobs=2, stop_ids_for_min_tokens=range(V), **options[i % 6]) for i in range(33)]
+    rows += [row(i, seed=i, logprobs=2, output_token_ids=[5, i], **penalties) for i in range(7)]
+    logits, sizes, edit = normal_logits(40), [], sampler.edited_logits
     together = sample(logits, rows)
+    assert together.barred_rows == (5, 11, 17, 23, 29)
     monkeypatch.setattr("loraplex.engine.sampler._MAX_ELEMENTS", 3 * V)
+    monkeypatch.setattr(sampler, "edited_logits", lambda part, rows: sizes.append(len(part)) or edit(part, rows))
     in_parts = sample(logits, rows)
     assert in_parts.token_ids.tolist() == together.token_ids.tolist()
-    assert in_parts.logprobs == together.logprobs
+    assert replace(in_parts, token_ids=()) == replace(together, token_ids=())
+    assert sizes == [3] * 13 + [1]
+    assert torch.equal(logits, normal_logits(40))
 
 
 def test_a_batch_built_before_gives_the_same() -> None:
@@ -471,11 +479,11 @@ def test_wrong_shape_is_an_invariant() -> None:
 @given(st.lists(st.integers(0, 200), max_size=40), st.lists(st.integers(0, 200), max_size=300), st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
 def test_state_counts_as_a_counter_does(prompt: list[int], output: list[int], step: int) -> None:
-    state = SamplingState(SamplingParams(), prompt, output[:step])
+    state = SamplingState(SamplingParams(repetition_penalty=1.1), prompt, output[:step])
     for start in range(step, len(output), step):
         state.commit(output[start : start + step])
-    counts = dict(zip(state.token_ids.tolist(), state.counts.tolist(), strict=True))
-    assert counts == {**dict.fromkeys(prompt, 0), **Counter(output)}
+    assert dict(zip(state.token_ids.tolist(), state.counts.tolist(), strict=True)) == Counter(output)
+    assert sorted(state.seen_ids) == sorted({*prompt, *output})
 
 
 @given(st.lists(st.integers(0, V - 1), max_size=20), st.lists(st.integers(0, V - 1), max_size=80))

@@ -226,15 +226,16 @@ class TestVerified:
         assert token.more == (failed,)
 
     def test_counts_behind_a_draft_are_those_of_an_output_with_it(self) -> None:
-        params = SamplingParams(presence_penalty=0.5)
+        params = SamplingParams(repetition_penalty=1.5)
         counts = SamplingState(params, (3, 4), (5, 5))
         behind = counts.followed_by((4, 6))
         whole = SamplingState(params, (3, 4), (5, 5, 4, 6))
         assert dict(zip(behind.token_ids, behind.counts, strict=True)) == dict(
             zip(whole.token_ids, whole.counts, strict=True)
         )
-        assert counts.token_ids.tolist() == [3, 4, 5]
-        assert counts.counts.tolist() == [0, 0, 2]
+        assert behind.seen_ids.tolist() == whole.seen_ids.tolist() == [3, 4, 5, 6]
+        assert counts.seen_ids.tolist() == [3, 4, 5]
+        assert (counts.token_ids.tolist(), counts.counts.tolist()) == ([5], [2])
 
 
 # --------------------------------------------------------------------------------------------------------- the schedule
