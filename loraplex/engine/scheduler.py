@@ -51,7 +51,7 @@ from loraplex.engine.schedule_plan import (
 from loraplex.engine.speculation import Speculation
 from loraplex.engine.waiting.adapter_turns import AdapterTurns
 from loraplex.engine.waiting.queue import SEAT, Admission, CompilingRequests, WaitingQueue, arrival_index
-from loraplex.engine.waiting.seats import MixSeats, borrowers_of, goes_after, last_served, seated_for
+from loraplex.engine.waiting.seats import MixSeats, borrowers_of, goes_after, last_served
 from loraplex.engine.waiting.service_levels import ServiceLevels, StepBudget
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
 from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
@@ -213,8 +213,7 @@ class Scheduler:
             any(state.needs_commit for state in self._running)
             or not all(self._reserve(state, num_tokens) for state, num_tokens in self._next_tokens())
             or bool(self._turns.to_pause(self._waiting, self._running))
-            or self._seat_to_give() is not None
-            or bool(self._borrowers())
+            or bool(self._giving())
         )
 
     def schedule(self) -> SchedulePlan:
@@ -231,11 +230,8 @@ class Scheduler:
         paused = [] if self._uncommitted else self._turns.call(self._waiting, self._running)
         for state in paused:
             self._give_way(state, keeps_kv=True)
-        if not self._uncommitted:
-            if (seated := self._seat_to_give()) is not None:
-                self._give_way(seated, keeps_kv=True)
-            for state in self._borrowers():
-                self._give_way(state, keeps_kv=False)
+        for state, keeps_kv in () if self._uncommitted else self._giving().items():
+            self._give_way(state, keeps_kv=keeps_kv)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, budget)
         budget.give_back(scheduled)
@@ -268,26 +264,27 @@ class Scheduler:
 
     def _seat_to_give(self) -> RequestState | None:
         """As `_seated_for` the request that comes next. None where the step has no tokens left for it."""
-        if (first := self._waiting.next_ready()) is None or (seated := self._seated_for(first)) is None:
+        if (first := self._next_ready()) is None or (seated := self._seated_for(first)) is None:
             return None
         budget = self.levels.budget(self._running)
         for state, num_tokens in self._next_tokens():
             budget.take(num_tokens, state)
         return seated if budget.fit(first) else None
 
-    def _borrowers(self) -> list[RequestState]:
-        first = self._lacks_kv
-        return [] if first is None or first not in self._waiting else borrowers_of(first, self._past_it, self._blocks)
+    def _giving(self) -> dict[RequestState, bool]:
+        """Running requests that give their seats to one that waits, and whether they keep their KV."""
+        giving = dict.fromkeys(self._mixes.borrowers(self._running, self._max_running), True)
+        if not giving and (seated := self._seat_to_give()) is not None:
+            giving[seated] = True
+        if (first := self._lacks_kv) is not None and first in self._waiting:
+            giving |= dict.fromkeys(borrowers_of(first, self._past_it, self._blocks), False)
+        return giving
 
     def _seated_for(self, first: RequestState) -> RequestState | None:
-        """None while there are seats and KV for it, and where more are taken than may be. What needs more than one
-        gives gets one after another."""
-        num_needed = self._mixes.needed_for(first.request.mix)
-        num_left = self._max_running - len(self._running) - self._mixes.num_more
-        has_room = num_needed <= num_left and first is not self._lacks_kv
-        if has_room or (num_left < 0 and len(self._running) > 1):
-            return None
-        return seated_for(first, self._running, num_needed, num_left)
+        return self._mixes.seated_for(first, self._running, self._max_running, lacks_kv=first is self._lacks_kv)
+
+    def _next_ready(self) -> RequestState | None:
+        return self._waiting.next_ready(lambda state: self._mixes.lets_pass(state, self._running, self._max_running))
 
     def _next_tokens(self) -> Iterable[tuple[RequestState, int]]:
         """The running requests that have something to run, and how many tokens the budget gives each."""
@@ -295,7 +292,7 @@ class Scheduler:
         return self.levels.budget(self._running).shared_out(running, self._may_admit)
 
     def _may_admit(self) -> bool:
-        if (first := self._waiting.next_ready()) is None:
+        if (first := self._next_ready()) is None:
             return False
         return self._num_seats_taken < self._max_running or self._seated_for(first) is not None
 
@@ -333,6 +330,7 @@ class Scheduler:
 
     def _schedule_waiting(self, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
         self._lacks_kv, self._past_it = None, [each for each in self._past_it if each.status is RequestStatus.RUNNING]
+        self._mixes.begin_look()
         with closing(self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)) as admission:
             self._admit_from(admission, scheduled, budget)
 
@@ -345,7 +343,11 @@ class Scheduler:
                 continue
             num_taken = self._mixes.needed_for(state.request.mix)
             if num_taken > num_seats and self._running and state.request.mix not in blocked:
-                break  # first come, first served
+                if self._seated_for(state) is not None:
+                    break  # it gets them one after another
+                self._mixes.pass_by(state)
+                admission.pass_tenant(state)
+                continue
             if not budget.fit(state):  # an adapter is used by what runs
                 if not budget.num_prompt_tokens:
                     break
@@ -438,7 +440,7 @@ class Scheduler:
             self.num_prompt_tokens += state.num_prompt_tokens
         state.share.num_running += 1
         self._turns.begin(state)
-        self._mixes.begin(state.request.mix)
+        self._mixes.begin(state)
         budget.take(num_tokens, state)
         budget.num_shared_blocks -= num_cached // self._blocks.block_size
         scheduled.append(ScheduledSequence.next_of(state, num_tokens))

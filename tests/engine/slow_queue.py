@@ -7,7 +7,7 @@ cause       what its content was last found to wait for; of requests that were p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from loraplex.core import WaitsFor
 from loraplex.engine.schedule_plan import RequestState
@@ -66,9 +66,9 @@ class SlowQueue:
     def tell_time(self, now_s: float) -> None:
         """No tenant has a target."""
 
-    def next_ready(self) -> RequestState | None:
+    def next_ready(self, lets_pass: Callable[[RequestState], bool]) -> RequestState | None:
         first = min(self.states, key=lambda each: each.rank, default=None)
-        return first if first is not None and self.cause_of(first) is None else None
+        return first if first is not None and self.cause_of(first) is None and not lets_pass(first) else None
 
     def first(self, num_states: int) -> list[RequestState]:
         return [state for state in self.states[:num_states] if self.cause_of(state) is None]

@@ -518,6 +518,60 @@ class TestMixes:
         assert not steps[0] & steps[1]
         assert not steps[1] & steps[2]
 
+    @pytest.mark.parametrize("num_seats", [4, 8])
+    @pytest.mark.parametrize("num_mixes", [1, 2])
+    def test_a_mix_that_cannot_be_seated_empties_no_batch(self, num_seats: int, num_mixes: int) -> None:
+        """While a request of another tenant ran, which may take minutes, no other one was admitted."""
+        harness = Harness(seqs=num_seats, num_blocks=2048)
+        harness.add("long", max_tokens=100, claim=Claim("c"))
+        harness.step()
+        for index in range(num_mixes):
+            harness.add(f"mix{index}", adapter=tuple(range(1, 9)), max_tokens=10, claim=Claim(f"a{index}"))
+        for index in range(20):
+            harness.add(f"short{index}", max_tokens=2, claim=Claim("b"))
+            harness.step()
+            harness.step()
+            harness.step()
+            assert f"short{index}" in harness.outputs, "it waits for the end of another tenant's request"
+        assert "long" in ran(harness.step())
+        assert not steps_of(harness, "mix0")
+        harness.run()
+
+    def test_a_mix_comes_when_what_ran_before_it_has_ended_however_many_others_come(self) -> None:
+        """Requests that went past it are paused for it as soon as that is enough, and go on when it was served."""
+        harness = Harness(seqs=4, num_blocks=2048)
+        harness.add("long", max_tokens=40, claim=Claim("c"))
+        harness.step()
+        harness.add("mix", adapter=tuple(range(1, 9)), max_tokens=10, claim=Claim("a"))
+        for index in range(60):
+            harness.add(f"other{index}", max_tokens=30, claim=Claim("b"))
+            harness.step()
+        assert harness.reason("long") is FinishReason.LENGTH
+        (begun, *_) = steps_of(harness, "mix")
+        assert begun == last_step(harness, "long") + 1
+        assert harness.scheduler.num_pauses > 0
+        assert harness.scheduler.num_preemptions == 0
+        harness.run()
+        assert len(harness.tokens("mix")) == 10
+        assert all(len(harness.tokens(f"other{index}")) == 30 for index in range(60))
+
+    def test_a_tenant_is_given_a_seat_while_a_mix_waits_for_more(self) -> None:
+        """The mix comes next, and gets none."""
+        harness = Harness(seqs=4, num_blocks=2048)
+        for index in range(8):
+            harness.add(f"flood{index}", max_tokens=200, claim=Claim("c"))
+        for _ in range(4):
+            harness.step()
+        harness.add("mix", adapter=tuple(range(1, 9)), max_tokens=10, claim=Claim("a"))
+        harness.step()
+        for name in ("light", "second"):
+            harness.add(name, max_tokens=3, claim=Claim("b"))
+            for _ in range(5):
+                harness.step()
+            assert harness.reason(name) is FinishReason.LENGTH
+        assert not steps_of(harness, "mix")
+        harness.run(limit=3000)
+
     @pytest.mark.parametrize("adapter_id", [1, 2])
     def test_what_befalls_one_adapter_befalls_its_mixes(self, adapter_id: int) -> None:
         harness = Harness()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from loraplex.core import MixPart, WaitsFor
@@ -364,14 +364,24 @@ class WaitingQueue:
 
     def furthest_behind(self, step_id: int, aging_steps: int) -> RequestState | None:
         """What lacks room and is furthest behind, of the tenant that was served least; see AdapterTurns."""
-        lane = min(self._rooms, key=_served, default=None)
+        lane = min(self._rooms, key=lambda each: each.share.served, default=None)
         return None if lane is None else lane.room.furthest_behind(step_id, aging_steps)
 
-    def next_ready(self) -> RequestState | None:
-        """The request that comes next, unless it waits for an adapter."""
-        lane = self._least_served()
-        line = None if lane is None else lane.lines.first()
-        return None if line is None or line.cause_of(line.head) is not None else line.head
+    def next_ready(self, lets_pass: Callable[[RequestState], bool]) -> RequestState | None:
+        """The request that comes next, unless it waits for an adapter. `lets_pass`: then of another tenant."""
+        found, passed = None, list[_Lane]()
+        while (lane := self._least_served()) is not None:
+            line = lane.lines.first()
+            found = None if line is None or line.cause_of(line.head) is not None else line.head
+            if found is None or not lets_pass(found):
+                break
+            self._order.discard(lane)
+            passed.append(lane)
+        else:
+            found = None
+        for lane in passed:
+            self._order.put(lane, lane.share.place)
+        return found
 
     def by_cause(self) -> Mapping[str, int]:
         """How many wait for what; a line waits for what its head does."""
@@ -588,7 +598,3 @@ def _content_key(state: RequestState) -> ContentKey:
 
 def arrival_index(state: RequestState) -> int:
     return state.arrival_index
-
-
-def _served(lane: _Lane) -> float:
-    return lane.share.served

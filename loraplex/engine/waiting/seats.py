@@ -2,6 +2,9 @@
 
 The batch needs a segment for each adapter of a mix: its first request takes as many seats, each further one of the same
 mix one. Where there are not so many, the first one runs alone.
+
+A mix that needs more seats than are free, and than others give, waits until enough of the requests that run have ended.
+Those of other tenants go past it meanwhile, and give their seats back as soon as these are enough with what is free.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ class MixSeats:
 
     def __init__(self) -> None:
         self._num_running: Counter[tuple[MixPart, ...]] = Counter()
+        self._passed: RequestState | None = None  # the first that others went past
+        self._past: list[RequestState] = []  # those others
+        self._is_passed = False  # in this look through the queue
 
     @property
     def num_more(self) -> int:
@@ -30,13 +36,54 @@ class MixSeats:
         """Seats of a request more."""
         return len(mix) if mix and mix not in self._num_running else 1
 
-    def begin(self, mix: tuple[MixPart, ...]) -> None:
-        if mix:
-            self._num_running[mix] += 1
+    def begin(self, state: RequestState) -> None:
+        if state.request.mix:
+            self._num_running[state.request.mix] += 1
+        if self._is_passed:
+            self._past.append(state)
+
+    def begin_look(self) -> None:
+        """Through the queue."""
+        self._is_passed = False
+        self._past = [each for each in self._past if each.status is RequestStatus.RUNNING]
+
+    def pass_by(self, state: RequestState) -> None:
+        """What is admitted in the rest of this look goes past it."""
+        self._passed, self._is_passed = self._passed if self._is_passed else state, True
 
     def end(self, mix: tuple[MixPart, ...]) -> None:
         if mix:
             self._num_running -= Counter((mix,))
+
+    def seated_for(
+        self, first: RequestState, running: Sequence[RequestState], max_running: int, *, lacks_kv: bool
+    ) -> RequestState | None:
+        """`seated_for`. None while there are seats and KV for it, and where more are taken than may be. What needs more
+        than one gives gets one after another."""
+        num_needed, num_left = self.needed_for(first.request.mix), max_running - len(running) - self.num_more
+        if (num_needed <= num_left and not lacks_kv) or (num_left < 0 and len(running) > 1):
+            return None
+        return seated_for(first, running, num_needed, num_left)
+
+    def lets_pass(self, first: RequestState, running: Sequence[RequestState], max_running: int) -> bool:
+        """Whether it is a mix that waits for the end of others."""
+        num_needed, num_left = self.needed_for(first.request.mix), max_running - len(running) - self.num_more
+        is_lacking = num_needed > max(1, num_left) and len(running) > 0
+        return is_lacking and self.seated_for(first, running, max_running, lacks_kv=False) is None
+
+    def borrowers(self, running: Sequence[RequestState], max_running: int) -> list[RequestState]:
+        """Those that give their seats back to a mix, which they went past: of tenants that were served more."""
+        first = self._passed
+        if first is None or first.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or not running:
+            return []
+        past = [each for each in self._past if each.status is RequestStatus.RUNNING]
+        borrowers = [each for each in past if each.share.served > first.share.place]
+        others = {*running}.difference(borrowers)
+        mixes = {each.request.mix for each in others if each.request.mix}
+        num_left = max_running - len(others) - sum(len(mix) - 1 for mix in mixes)
+        num_needed = 1 if first.request.mix in mixes else len(first.request.mix)
+        is_seated = self.needed_for(first.request.mix) <= max_running - len(running) - self.num_more
+        return borrowers if not is_seated and (num_needed <= num_left or not others) else []
 
     def check_integrity(self, running: Iterable[RequestState]) -> None:
         assert self._num_running == Counter(state.request.mix for state in running if state.request.mix)
