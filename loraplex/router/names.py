@@ -22,7 +22,7 @@ Meaning = tuple[str, str | None]
 
 class Card(msgspec.Struct, frozen=True, gc=False):
     """Of GET /v1/adapters, as an admin sees it: what another process needs to have the same. alias_of: what answers for
-    the name since a switch; origin: where it came from, if from no load."""
+    the name since a switch; origin: where it came from, if from no load; text_digest: None where it is not known."""
 
     name: str
     path: str
@@ -31,6 +31,7 @@ class Card(msgspec.Struct, frozen=True, gc=False):
     is_pinned: bool = False
     lora_int_id: int | None = None
     origin: str = ""
+    text_digest: str | None = None
 
     @property
     def is_by_need(self) -> bool:

@@ -62,6 +62,8 @@ async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
     fields: dict[str, object] = {"path": card.path, "is_pinned": card.is_pinned}
     if card.digest:
         fields["digest"] = card.digest
+        if card.text_digest is not None:
+            fields["text_digest"] = card.text_digest
     if card.lora_int_id is not None:
         fields["lora_int_id"] = card.lora_int_id
     loaded = await send("PUT", path_of(name), typed(headers), msgspec.json.encode(fields), replica)

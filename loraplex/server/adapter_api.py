@@ -336,7 +336,7 @@ class AdapterRoutes:
                 load_inplace=True,
                 is_pinned=bool(body.is_pinned),
                 keeps_equal=True,
-                digest=body.digest,
+                digests=body.digests,
             )
         result = None if body.version is None else await self._engine.on_registry(LoRARegistry.move, name, body.version)
         if result is not None and body.lora_int_id is None:

@@ -12,12 +12,14 @@ from pydantic.json_schema import JsonSchemaValue
 from loraplex.adapters.merging.wish import MAX_MERGED, MAX_SVD_RANK, Combination, MergeWish
 from loraplex.adapters.registry import (
     AdapterInfo,
+    ContentDigests,
     LoadResult,
     LoadStatus,
     LoRARef,
     SwitchResult,
     UnloadResult,
     VersionInfo,
+    text_digest,
 )
 from loraplex.frontend.making import Exported, JobState, MergeJob
 from loraplex.server.api_error import ApiError
@@ -72,12 +74,13 @@ class LoadAdapterRequest(RequestModel):
 class PutAdapterRequest(RequestModel):
     """`PUT /v1/adapters/{name}`: what the adapter is to be. Fields that are not sent stay as they are.
 
-    path: load from there, unless path and content are what answers already; digest: which content has to be there;
-    version: let that kept version answer.
+    path: load from there, unless path and content are what answers already; digest: which content has to be there, and
+    text_digest: with which text of its own ("": none); version: let that kept version answer.
     """
 
     path: Path | None = None
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    text_digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] | None = None
     version: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     is_pinned: bool | None = None
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
@@ -86,6 +89,7 @@ class PutAdapterRequest(RequestModel):
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         any_of(lacks("path"), lacks("version")),
         any_of(lacks("digest"), has(path=TEXT)),
+        any_of(lacks("text_digest"), has(digest=TEXT)),
         any_of(has(path=TEXT), has(version=NUMBER), has(is_pinned={"type": "boolean"}), has(lora_int_id=NUMBER)),
     )
 
@@ -95,9 +99,15 @@ class PutAdapterRequest(RequestModel):
             raise ApiError("path and version exclude each other: send one of them", param="version")
         if self.digest is not None and self.path is None:
             raise ApiError("digest is of the content of a path: send path too", param="digest")
+        if self.text_digest is not None and self.digest is None:
+            raise ApiError("text_digest is of the content of a digest: send digest too", param="text_digest")
         if not self.model_fields_set:
             raise ApiError("nothing is to be changed: send path, version, is_pinned or lora_int_id", param="path")
         return self
+
+    @property
+    def digests(self) -> ContentDigests | None:
+        return None if self.digest is None else ContentDigests(self.digest, self.text_digest)
 
 
 class SwitchAdapterRequest(RequestModel):
@@ -190,6 +200,7 @@ class AdapterCard(msgspec.Struct, frozen=True):
     """One adapter. `bytes` are those of its weights where they are now; times are Unix seconds.
 
     references: requests that run on this version; draining: other versions that requests still run on;
+    text_digest: of what it brings for text, "" where it brings nothing;
     alias_of: the adapter that answers for this name since a switch; loads, requests: of all versions; brings: what its
     requests are read and written with beside the base's (tokenizer, chat_template, generation_config); max_model_len,
     rope_factor: the context that it has, and what it stretches the base's positions by, null where it has the base's;
@@ -199,6 +210,7 @@ class AdapterCard(msgspec.Struct, frozen=True):
     name: str
     version: int
     digest: str
+    text_digest: str
     path: str
     origin: str
     rank: int
@@ -229,6 +241,7 @@ class AdapterCard(msgspec.Struct, frozen=True):
             name=ref.adapter_name,
             version=ref.adapter_version,
             digest=ref.adapter_digest,
+            text_digest=text_digest(ref.text),
             path=ref.lora_path,
             origin=info.origin,
             rank=ref.max_rank,

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.adapters.registry import DatabaseHealth, DatabaseState
+from loraplex.adapters.registry import AdapterText, DatabaseHealth, DatabaseState, OpenedAdapter
 from loraplex.errors import AdapterPathNotFoundError
 from loraplex.router import fleet, restoring, watching
 from loraplex.testing.fake_engine import FakeHealth
@@ -118,28 +118,36 @@ async def test_what_cannot_be_loaded_again_is_said_and_given_up(caplog: pytest.L
         await until_health(front, differing=0)
 
 
-async def test_what_has_other_content_now_is_not_loaded_again(caplog: pytest.LogCaptureFixture) -> None:
-    """The router's key is an operator's: a tenant that put a link to another one's adapter there was given its
-    weights."""
+@pytest.mark.parametrize("part", ["weights", "text"])
+async def test_what_has_other_content_now_is_not_loaded_again(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The router's key is an operator's: a tenant that put a link to another one's adapter there, or to its chat
+    template alone, was given those."""
     caplog.set_level("INFO", "loraplex.router")
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
         await a.kill()
         await front.until(lambda: front.fleet.num_open == 1)
-        a.start_empty = _with_other_content(a)  # type: ignore[method-assign]
+        a.start_empty = _with_other_content(a, part)  # type: ignore[method-assign]
         await a.start_empty()
-        await until_health(front, available=2, restoring=0, differing=2)
+        await until_health(front, available=2, restoring=0)
         assert not await cards(a)
+        await until_health(front, differing=2)
         assert "'/adapters/sql' has another content" in caplog.text
         for _ in range(3):
             assert (await front.client.post("/v1/completions", json=completion())).status_code == 200
         assert len(b.engine.requests) == 3
 
 
-def _with_other_content(replica: FakeReplica) -> Any:
+def _with_other_content(replica: FakeReplica, part: str) -> Any:
     async def started() -> None:
         engine = type(replica.engine)()
-        opened = engine._open_source("/adapters/other")
-        replica.engine = type(engine)(open_adapter=lambda path: replace(opened, path=path))
+        text = AdapterText.of({"chat_templates": {"default": "of another tenant"}})
+
+        def opened(path: str) -> OpenedAdapter:
+            if part == "weights":
+                return replace(engine._open_source("/adapters/other"), path=path)
+            return replace(engine._open_source(path), text=text)
+
+        replica.engine = type(engine)(open_adapter=opened)
         await replica.start()
 
     return started

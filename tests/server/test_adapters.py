@@ -312,6 +312,7 @@ async def test_put_without_a_path_loads_nothing_that_is_unloaded_meanwhile(
         ({}, "nothing is to be changed"),
         ({"path": None}, "nothing is to be changed"),
         ({"path": "/x", "version": 1}, "path and version exclude each other"),
+        ({"path": "/x", "text_digest": ""}, "send digest too"),
         ({"version": 0}, "version"),
         ({"path": "/x", "colour": 1}, "unknown field 'colour'"),
     ],

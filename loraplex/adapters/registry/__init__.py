@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         UnloadResult,
         any_answer,
     )
-    from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
+    from loraplex.adapters.registry.version import ContentDigests, LoRARef, OpenedAdapter, text_digest
     from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, VersionInfo, VersionState
 
 _MODULES = {
@@ -53,7 +53,7 @@ _MODULES = {
     ),
     "registry": ("HeldAdapters", "LoRARegistry"),
     "verbs": ("CheckAnswer", "LoadResult", "LoadStatus", "LoadTurn", "SwitchResult", "UnloadResult", "any_answer"),
-    "version": ("LoRARef", "OpenedAdapter"),
+    "version": ("ContentDigests", "LoRARef", "OpenedAdapter", "text_digest"),
     "views": ("AdapterInfo", "LoadedName", "NameQuery", "VersionInfo", "VersionState"),
 }
 _HOME_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -62,6 +62,7 @@ __all__ = [
     "AdapterInfo",
     "AdapterText",
     "CheckAnswer",
+    "ContentDigests",
     "DatabaseHealth",
     "DatabaseState",
     "Draining",
@@ -88,6 +89,7 @@ __all__ = [
     "any_answer",
     "check_clients_name",
     "start_thread",
+    "text_digest",
 ]
 
 

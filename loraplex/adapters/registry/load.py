@@ -20,7 +20,7 @@ from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.core import AdapterId, AdapterSpec
-from loraplex.errors import AdapterContentChangedError, AdapterNotFoundError, EngineError, LoraplexError, shown
+from loraplex.errors import AdapterNotFoundError, EngineError, LoraplexError
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class AdapterLoader:
     def _load(self, wish: LoadWish, verb: Verb) -> LoadResult:
         began_s = time.monotonic()
         opened = self._opened(wish)
-        if wish.digest not in (None, opened.adapter_digest):
-            raise AdapterContentChangedError(f"{shown(wish.path)} has another content than the digest that was given")
+        if wish.digests is not None:
+            wish.digests.check(opened, wish.path)
         shared, taken = self._names.shared, None
         if shared is None:
             wish.turn.wait_for_id()

@@ -59,7 +59,7 @@ from loraplex.adapters.registry.verbs import (
     UnloadResult,
     any_answer,
 )
-from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
+from loraplex.adapters.registry.version import AdapterVersion, ContentDigests, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.adapters.registry.views import AdapterInfo, LoadedName, NameQuery, Views
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError, InvalidRequestError
@@ -233,7 +233,7 @@ class LoRARegistry:
         check_size: Callable[[int], None] | None = None,
         check_answer: CheckAnswer = any_answer,
         open_adapter: Callable[[], OpenedAdapter] | None = None,
-        digest: str | None = None,
+        digests: ContentDigests | None = None,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
@@ -242,13 +242,13 @@ class LoRARegistry:
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
         version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
         bytes of a new version before anything is changed; what it raises refuses the load. check_answer: of what would
-        be pinned. open_adapter: opens `path` in its own way. digest: that its content has to have.
+        be pinned. open_adapter: opens `path` in its own way. digests: that its content has to have.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
-        wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn)
-        wish = replace(wish, check_size=check_size, open_adapter=open_adapter, check_answer=check_answer, digest=digest)
+        wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn, digests=digests)
+        wish = replace(wish, check_size=check_size, open_adapter=open_adapter, check_answer=check_answer)
         return self._pinned(wish, self._found_as_wished(wish) or self._loader.load(wish))
 
     def _pinned(self, wish: LoadWish, result: LoadResult) -> LoadResult:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
+from loraplex.adapters.registry.version import ContentDigests, LoRARef, OpenedAdapter
 from loraplex.core import AdapterSpec
 
 
@@ -68,8 +68,8 @@ class LoadWish:
     content: what is there is known, and is not opened: a clone. received: opens it instead of the path, of which it is
     no file. check_size: is told the bytes of the files before anything is changed, and raises where they are too many.
     open_adapter: opens the path, instead of what opens others, for a request, which then loads the weights.
-    check_answer: is told the adapter that answers for the name, before that is pinned. digest: that the content has to
-    have, if not None.
+    check_answer: is told the adapter that answers for the name, before that is pinned. digests: that the content has
+    to have.
     """
 
     name: str
@@ -85,7 +85,7 @@ class LoadWish:
     check_size: Callable[[int], None] | None = None
     open_adapter: Callable[[], OpenedAdapter] | None = None
     check_answer: CheckAnswer = any_answer
-    digest: str | None = None
+    digests: ContentDigests | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +106,7 @@ class Verb:
 
 
 def _kind(wish: LoadWish) -> tuple[object, ...]:
-    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content, wish.check_size is None, wish.digest
+    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content, wish.check_size is None, wish.digests
 
 
 class LoadStatus(enum.StrEnum):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.registry.records import AdapterText, NameRecord, VersionRecord
 from loraplex.core import AdapterId, AdapterSpec
-from loraplex.errors import AdapterUnavailableError
+from loraplex.errors import AdapterContentChangedError, AdapterUnavailableError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,23 @@ class OpenedAdapter:
     nbytes: int
     max_rank: int
     text: AdapterText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDigests:
+    """adapter: of configuration and tensors; text: of the text of its own, "" where it brings none, None for any."""
+
+    adapter: str
+    text: str | None = None
+
+    def check(self, opened: OpenedAdapter, path: str) -> None:
+        """Raises AdapterContentChangedError for another content."""
+        if opened.adapter_digest != self.adapter or self.text not in (None, text_digest(opened.text)):
+            raise AdapterContentChangedError(f"{shown(path)} has another content than the digest that was given")
+
+
+def text_digest(text: AdapterText | None) -> str:
+    return "" if text is None else text.digest
 
 
 class AfterDrain(enum.Enum):
