@@ -13,6 +13,7 @@ import logging
 
 import msgspec
 
+from loraplex.router.connection import Headers
 from loraplex.router.exchange import Outcome, path_of, send, typed
 from loraplex.router.names import Card
 from loraplex.router.replica import Replica
@@ -59,6 +60,15 @@ async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
     headers = replica.own_headers
     if card is None:
         return await send("DELETE", path_of(name), headers, b"", replica)
+    loaded = await load_again(replica, name, card, headers)
+    if card.alias_of is None or not loaded.is_done:
+        return loaded
+    body = msgspec.json.encode({"old": name, "new": card.alias_of})
+    return await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
+
+
+async def load_again(replica: Replica, name: str, card: Card, headers: Headers) -> Outcome:
+    """What the card's path had; the replica refuses it where it has other weights or text by now."""
     fields: dict[str, object] = {"path": card.path, "is_pinned": card.is_pinned}
     if card.digest:
         fields["digest"] = card.digest
@@ -66,8 +76,4 @@ async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
             fields["text_digest"] = card.text_digest
     if card.lora_int_id is not None:
         fields["lora_int_id"] = card.lora_int_id
-    loaded = await send("PUT", path_of(name), typed(headers), msgspec.json.encode(fields), replica)
-    if card.alias_of is None or not loaded.is_done:
-        return loaded
-    body = msgspec.json.encode({"old": name, "new": card.alias_of})
-    return await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
+    return await send("PUT", path_of(name), typed(headers), msgspec.json.encode(fields), replica)

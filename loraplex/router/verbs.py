@@ -50,6 +50,7 @@ from loraplex.router.keys import Keys
 from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
 from loraplex.router.replica import Replica
+from loraplex.router.restoring import load_again
 from loraplex.server.api_error import ApiError, ErrorBody, clipped
 from loraplex.server.auth import address_of
 from loraplex.server.body import decode_object, read_body
@@ -64,7 +65,8 @@ ADMINS_PATH = b"/v1/merges"
 UNLOAD_PATHS = (b"/v1/unload_lora_adapter", b"/unload_lora_adapter")
 
 ABSENT: dict[str, Any] = {}
-STATE = ("path", "digest", "alias_of", "is_pinned")
+CONTENT = ("digest", "text_digest", "alias_of")
+STATE = ("path", *CONTENT, "is_pinned")
 """Of a card: what a verb changes. Versions are numbers of each replica's own."""
 
 Names = Callable[[Request, bytes], Sequence[str]]
@@ -326,7 +328,7 @@ async def _restore(replica: Replica, before: dict[str, dict[str, Any]], headers:
         for name, card in reversed(before.items()):
             await _put_back(replica, name, card, headers)
         now = await _cards(replica, tuple(before), headers)
-    except (LoraplexError, _AnswerError):
+    except (LoraplexError, _AnswerError, msgspec.ValidationError):
         return False
     return all(_state(now[name]) == _state(card) for name, card in before.items())
 
@@ -342,15 +344,9 @@ async def _put_back(replica: Replica, name: str, card: dict[str, Any], headers: 
         await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
         return
     if not now:
-        fields = {"name": name, "path": card["path"], "is_pinned": card["is_pinned"]}
-        if card.get("lora_int_id") is not None:
-            fields["lora_int_id"] = card["lora_int_id"]
-        await send("POST", b"/v1/adapters", typed(headers), msgspec.json.encode(fields), replica)
-        if card.get("alias_of"):
-            body = msgspec.json.encode({"old": name, "new": card["alias_of"]})
-            await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
+        await load_again(replica, name, msgspec.convert(card, Card), headers)
         return
-    if (now.get("alias_of"), now.get("digest")) != (card.get("alias_of"), card.get("digest")):
+    if any(now.get(field) != card.get(field) for field in CONTENT):
         await send("POST", path_of(name, "/rollback"), headers, b"", replica)
     if now.get("is_pinned") != card.get("is_pinned"):
         await send("POST", path_of(name, "/pin" if card["is_pinned"] else "/unpin"), headers, b"", replica)

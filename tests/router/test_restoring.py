@@ -4,19 +4,18 @@ stays, and what differs is said."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from loraplex.adapters.registry import AdapterText, DatabaseHealth, DatabaseState, OpenedAdapter
+from loraplex.adapters.registry import DatabaseHealth, DatabaseState
 from loraplex.errors import AdapterPathNotFoundError
 from loraplex.router import fleet, restoring, watching
 from loraplex.testing.fake_engine import FakeHealth
 from tests.router.parts import FakeReplica, Router, completion, replicas, router
-from tests.router.test_verbs import HEADER, NEW, cards
+from tests.router.test_verbs import HEADER, NEW, cards, with_other
 
 ADMIN, CLIENT = "a" * 32, "k" * 32
 
@@ -139,15 +138,7 @@ async def test_what_has_other_content_now_is_not_loaded_again(part: str, caplog:
 
 def _with_other_content(replica: FakeReplica, part: str) -> Any:
     async def started() -> None:
-        engine = type(replica.engine)()
-        text = AdapterText.of({"chat_templates": {"default": "of another tenant"}})
-
-        def opened(path: str) -> OpenedAdapter:
-            if part == "weights":
-                return replace(engine._open_source("/adapters/other"), path=path)
-            return replace(engine._open_source(path), text=text)
-
-        replica.engine = type(engine)(open_adapter=opened)
+        replica.engine = type(replica.engine)(open_adapter=with_other(part))
         await replica.start()
 
     return started

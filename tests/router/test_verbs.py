@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 from numpy import float32, full
 from safetensors.numpy import save
 
-from loraplex.adapters.registry import DatabaseHealth, DatabaseState
+from loraplex.adapters.registry import AdapterText, DatabaseHealth, DatabaseState, OpenedAdapter
 from loraplex.adapters.sources.uploads import UploadLimits, UploadStore
 from loraplex.errors import AdapterFileFormatError, AdapterPathNotFoundError
 from loraplex.router import exchange
+from loraplex.testing import FakeAsyncEngine
 from loraplex.testing.fake_engine import FakeHealth
 from tests.router.parts import FakeReplica, RawReplica, Router, replicas, router
 
@@ -55,6 +58,18 @@ async def lost(request: bytes, writer: asyncio.StreamWriter) -> None:
         status, body = (b"200 OK", b'{"name":"sql","path":"/adapters/sql"}') if has_it else (b"404 Not Found", b"")
         head = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
         writer.write(head + body)
+
+
+def with_other(part: str) -> Callable[[str], OpenedAdapter]:
+    """Opens any path, and finds other weights, or another text, than a fake engine does."""
+    opened = FakeAsyncEngine()._open_unread
+
+    def of(path: str) -> OpenedAdapter:
+        if part == "weights":
+            return replace(opened("/adapters/other"), path=path)
+        return replace(opened(path), text=AdapterText.of({"chat_templates": {"default": "of another tenant"}}))
+
+    return of
 
 
 @EACH_VERB
@@ -117,6 +132,25 @@ async def test_what_cannot_be_put_back_is_said() -> None:
         assert answer.status_code == 502
         assert f"{a.name} could not be put back" in reply["error"]["message"]
         assert [card["is_restored"] for card in reply["replicas"]] == [False, True]
+
+
+@pytest.mark.parametrize("part", ["weights", "text"])
+async def test_what_has_other_content_now_is_not_put_back(part: str) -> None:
+    """It was loaded again by its path, with an operator's key: a link that a tenant put there led to another one's."""
+
+    async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
+        a.engine._open_source = with_other(part)
+        answer = await front.client.delete("/v1/adapters/sql")
+        assert [card["is_restored"] for card in answer.json()["replicas"]] == [False, True]
+        assert "sql" not in await cards(a)
+
+
+async def test_a_reload_that_changed_the_text_alone_is_undone() -> None:
+    async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
+        a.engine._open_source = with_other("text")
+        answer = await front.client.put("/v1/adapters/sql", json={"path": "/adapters/sql"})
+        assert [card["is_restored"] for card in answer.json()["replicas"]] == [True, True]
+        assert a.engine.registry.describe("sql").ref.text is None
 
 
 async def test_a_replica_that_no_longer_says_what_it_has_is_not_restored_and_the_others_are() -> None:
