@@ -87,9 +87,10 @@ def read_spec(spec: AdapterSpec, source: AdapterSource, reader: CheckedReader) -
     try:
         return read_adapter(spec.path, spec.adapter_name, source, reader).clone(spec.adapter_id)
     except _OF_CONTENT as error:
-        if isinstance(error, AdapterTooLargeError):
-            raise  # a budget is another one now
         _log.warning("adapter %s cannot be read again: %s", shown(spec.adapter_name), error)
+        if isinstance(error, AdapterTooLargeError):  # a budget is another one now
+            text = f"adapter {spec.adapter_name!r} is larger than the host memory that this server has for adapters"
+            raise AdapterTooLargeError(text) from error
         raise _changed(spec) from error
 
 

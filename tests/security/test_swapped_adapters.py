@@ -36,6 +36,7 @@ from loraplex.errors import (
     AdapterContentChangedError,
     AdapterLoadError,
     AdapterPathForbiddenError,
+    AdapterTooLargeError,
     AdapterUnavailableError,
 )
 from loraplex.testing.fake_engine import FakeReceivedOpener
@@ -353,6 +354,16 @@ def test_the_engine_reads_a_known_version_only_where_it_was(adapter: Path, swapp
     with pytest.raises(AdapterPathForbiddenError) as caught:
         read_spec(spec, AdapterSource(roots), demo_reader())
     check_refused(caught.value, swapper, outside)
+
+
+def test_what_is_too_large_by_now_shows_no_size(adapter: Path) -> None:
+    """It may be a link to another tenant's files by now."""
+    reader = demo_reader()
+    reader.lora_config = replace(reader.lora_config, host_memory_bytes=1)
+    spec = AdapterSpec(1, "sql", 1, "digest", str(adapter), 1, 8)
+    with pytest.raises(AdapterTooLargeError) as caught:
+        read_spec(spec, AdapterSource((adapter.parent,)), reader)
+    assert not any(map(str.isdigit, caught.value.message))
 
 
 class CountingReader:
