@@ -25,7 +25,7 @@ from loraplex.router.needs import tenant_of
 from loraplex.routing import Needs
 from loraplex.routing.known import Known
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import TENANT_HEADER, credential_of
+from loraplex.server.auth import TENANT_HEADER, address_of, credential_of
 
 MAX_KNOWN_KEYS = 65_536
 MAX_SERVED = 262_144
@@ -115,3 +115,8 @@ class Keys:
         if key is None:
             return False
         return key.tenant is None or (key.tenant != "" and adapter.startswith(f"{key.tenant}/"))
+
+
+def client_of(request: Request) -> str:
+    """Whose turn a request takes: its key's, else its address's."""
+    return tenant_of(credential_of(request.headers)) or address_of(request)

@@ -21,11 +21,9 @@ from loraplex.errors import LoraplexError
 from loraplex.router.connection import UNREADABLE, Headers
 from loraplex.router.exchange import REPLICAS_HEADER, answer_headers, response_of, sent_headers, target_of
 from loraplex.router.fleet import Fleet
-from loraplex.router.keys import Keys
-from loraplex.router.needs import tenant_of
+from loraplex.router.keys import Keys, client_of
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import address_of, credential_of
 from loraplex.server.body import SHORT_BODY_BYTES
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.streaming import until_disconnect
@@ -91,7 +89,7 @@ class Lists:
         """Of clients with a key: a client without one takes no place that they need."""
         if (refusal := await self._keys.refusal(request)) is not None:
             return refusal
-        async with self._turns.of(tenant_of(credential_of(request.headers)) or address_of(request)):
+        async with self._turns.of(client_of(request)):
             return await self._union(request, field)
 
     async def _union(self, request: Request, field: str) -> Response:
@@ -101,7 +99,7 @@ class Lists:
         query = _Query(field, bool(request.query_params), request.query_params.get("limit", ""))
         make, num_bytes = partial(_union_of, found, query), sum(len(page.body) for page in found)
         asked, body = (
-            make() if num_bytes <= SHORT_BODY_BYTES else await self._off_loop.run(address_of(request), make, num_bytes)
+            make() if num_bytes <= SHORT_BODY_BYTES else await self._off_loop.run(client_of(request), make, num_bytes)
         )
         if not asked:
             raise ApiError("no replica answers", status=503, kind="unavailable_error", code="no_replica")

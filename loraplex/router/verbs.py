@@ -46,13 +46,12 @@ from loraplex.router.exchange import (
     typed,
 )
 from loraplex.router.fleet import Fleet
-from loraplex.router.keys import Keys
+from loraplex.router.keys import Keys, client_of
 from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
 from loraplex.router.replica import Replica
 from loraplex.router.restoring import load_again
 from loraplex.server.api_error import ApiError, ErrorBody, clipped
-from loraplex.server.auth import address_of
 from loraplex.server.body import decode_object, read_body
 from loraplex.server.browser_guard import JSON_TYPE, media_type_of
 from loraplex.server.streaming import until_disconnect
@@ -155,7 +154,7 @@ class AdapterVerbs:
         """In one order, so that no two verbs wait for each other."""
         for replica in self._fleet.replicas:
             if replica in replicas:
-                await held.enter_async_context(replica.verb_turns.of(address_of(request)))
+                await held.enter_async_context(replica.verb_turns.of(client_of(request)))
 
     def _replicas(self, request: Request, are_equal: bool) -> list[Replica]:
         """are_equal: one does, of those that share their names."""

@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.router import lists
 from loraplex.router.lists import _Page, _Query, _union_of
+from loraplex.server.urls import source_of
 from tests.router.parts import RawReplica, replicas, router
 
 
@@ -124,17 +125,18 @@ def test_cards_go_through_as_they_came_and_none_is_made() -> None:
 
 
 async def test_a_long_list_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-    real = lists.OffLoop.run
+    ran: list[tuple[bool, int]] = []
+    real, address = lists.OffLoop.run, source_of("127.0.0.1")
 
     async def run(self: Any, client: str, work: Any, num_bytes: int, **named: Any) -> Any:
-        ran.append(num_bytes)
+        ran.append((client == address, num_bytes))
         return await real(self, client, work, num_bytes, **named)
 
     monkeypatch.setattr(lists.OffLoop, "run", run)
     listing = Listing(page(*(f"a{index}" for index in range(2000))))
     listing.release.set()
     async with RawReplica(listing).running() as raw, router([raw.name]) as front:
-        answer: httpx.Response = await front.client.get("/v1/adapters")
-        assert len(answer.json()["data"]) == 2000
-        assert ran == [len(listing.body)]
+        for headers in ({}, {"Authorization": "Bearer one"}):
+            answer: httpx.Response = await front.client.get("/v1/adapters", headers=headers)
+            assert len(answer.json()["data"]) == 2000
+        assert ran == [(True, len(listing.body)), (False, len(listing.body))], "in its key's turn, if it has one"
