@@ -36,6 +36,7 @@ class Server:
 
     def fetch(self, make_room: MakeRoom, name: str, nbytes: int) -> None:
         place, path = self.path(name).parent.parent, self.path(name)
+        (place.parent / ".locks" / place.name).mkdir(parents=True, exist_ok=True)  # as the hub's library, and first
         blob = place / "blobs" / "weights"
         make_room(f"adapter {name!r}", path, 0 if blob.exists() else nbytes)
         path.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,11 @@ class Server:
 
     @property
     def there(self) -> list[str]:
-        return sorted(each.name.removeprefix("models--org--") for each in self.files.folder.iterdir())
+        return sorted(each.name.removeprefix("models--org--") for each in self.files.folder.glob("models--*"))
+
+    @property
+    def locked(self) -> list[str]:
+        return sorted(each.name.removeprefix("models--org--") for each in self.files.folder.glob(".locks/*"))
 
 
 @pytest.fixture
@@ -79,6 +84,18 @@ def test_what_nothing_uses_goes_the_oldest_first(server: Server) -> None:
     assert (server.there, server.files.num_bytes) == (["a", "c", "d"], 90)
     server.load("e", 11)
     assert server.there == ["a", "d", "e"]
+
+
+def test_locks_go_with_what_they_lock(server: Server) -> None:
+    """The hub's library leaves them: a folder for each name that was ever asked for, a thousand a minute."""
+    for number in range(9):
+        server.load(f"name-{number}", 30)
+        server.used.clear()
+        with suppress(AdapterTooLargeError):
+            server.load(f"too-large-{number}", 101)
+    assert server.locked == server.there == ["name-6", "name-7", "name-8"]
+    (server.files.folder / ".locks" / "models--org--of-a-killed-server").mkdir()
+    assert Server(server.files.folder, 100).locked == []
 
 
 def test_what_is_there_takes_no_room_again(server: Server) -> None:
@@ -230,7 +247,6 @@ def test_a_server_that_starts_again_counts_what_is_there(server: Server) -> None
     (of_a_store / "weights").write_bytes(b"x" * 10)
     of_a_killed_server = of_a_store.with_name(".part-killed")
     of_a_killed_server.mkdir()
-    (server.files.folder / ".locks").mkdir()
     again = Server(server.files.folder, 100)
     again.used = server.used
     assert again.files.folder == server.files.folder
@@ -307,3 +323,4 @@ def test_the_bound_holds_and_nothing_in_use_is_removed(
             assert all(Path(path).exists() for path in server.used.values())
     sizes = [path.lstat().st_size for path in server.files.folder.rglob("blobs/*")]
     assert sum(sizes) <= server.files.num_bytes <= 100
+    assert set(server.locked) <= set(server.there)

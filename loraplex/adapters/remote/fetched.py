@@ -31,6 +31,7 @@ from loraplex.errors import (
 from loraplex.private_folder import private_folder
 
 FOLDER_NAME, OBJECTS = "fetched", "objects"
+LOCKS = ".locks"
 PART_PREFIX = ".part-"
 """Of a fetch that runs, beside the lists of its prefix."""
 
@@ -79,6 +80,7 @@ class FetchedFiles:
                 folder = self._made()
                 for left in folder.glob(f"{OBJECTS}/*/{PART_PREFIX}*"):  # by a server that was killed
                     shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(folder / LOCKS, ignore_errors=True)
                 found = (*folder.glob("models--*"), *folder.glob(f"{OBJECTS}/*/[!.]*"))
                 self._sizes = {place: _size_of(place) for place in found}
                 self._folder = folder
@@ -172,6 +174,7 @@ class FetchedFiles:
             return
         del self._num_loads[place], self._coming[place]
         if not place.is_dir():
+            _remove(place)
             del self._sizes[place]
             return
         os.utime(place)
@@ -194,7 +197,7 @@ class FetchedFiles:
             kept = {self._place_of(Path(each)) for each in used()}
             unused = [each for each in self._sizes if each not in kept and not self._num_loads[each]]
             for place in sorted(unused, key=_time_of):
-                shutil.rmtree(place, ignore_errors=True)
+                _remove(place)
                 del self._sizes[place]
                 if self.num_bytes + wanted <= self.max_bytes:
                     break
@@ -209,6 +212,12 @@ class FetchedFiles:
             return None
         parts = directory.relative_to(self._folder).parts
         return self._folder.joinpath(*parts[: 3 if parts[:1] == (OBJECTS,) else 1])
+
+
+def _remove(place: Path) -> None:
+    """With the files by which the hub's library locks what it writes there: it removes none."""
+    for each in (place, place.parent / LOCKS / place.name):
+        shutil.rmtree(each, ignore_errors=True)
 
 
 def _size_of(place: Path) -> int:
