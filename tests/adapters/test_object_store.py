@@ -513,7 +513,7 @@ class HostileStore(BaseHTTPRequestHandler):
         names = (f"model-{number}" for number in range(1001)) if bucket == "crowded" else (CONFIG, WEIGHTS)
         entities = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10 if n else "x" * 99}">' for n in range(5))
         head = f"<!DOCTYPE x [{entities}]>" if bucket == "entities" else ""
-        size = -1 if bucket == "negative" else 100
+        size = {"negative": "-1", "long-size": "9" * 4000}.get(bucket, "100")
         item = f"<Contents><Key>{{}}</Key><Size>{size}</Size><ETag>{{}}</ETag></Contents>"
         body = "".join(item.format(name, tag) for name in names)
         self.send_response(200)
@@ -578,7 +578,8 @@ def test_a_list_without_an_end_is_not_read_on(hostile: type[HostileStore], sourc
     [
         ("crowded", "has more than 1000 objects"),
         ("line-ends", "lists an object with a tag that is none"),
-        ("negative", "lists an object of -1 bytes"),
+        ("negative", "lists an object with a size that is none"),
+        ("long-size", "lists an object with a size that is none"),
         ("broken", "the store"),
     ],
 )

@@ -258,8 +258,8 @@ async def _listed(adapter: ObjectAdapter) -> dict[str, _Object]:
         if not _ETAG.fullmatch(etag):
             raise AdapterFetchError(f"{adapter}: the store lists an object with a tag that is none")
         size = int(each["Size"])
-        if size < 0:
-            raise AdapterFetchError(f"{adapter}: the store lists an object of {size} bytes")
+        if not 0 <= size < 2**63:
+            raise AdapterFetchError(f"{adapter}: the store lists an object with a size that is none")
         found[name] = _Object(name, size, etag)
     return found
 
