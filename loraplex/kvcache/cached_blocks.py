@@ -18,8 +18,9 @@ from loraplex.kvcache.prefix_cache import PrefixCache
 class CachedBlocks:
     """Ordered as said above. The cache knows each block of it, and is asked how much its owner has.
 
-    The owner that has most is found by a heap whose entries may be out of date: one that says too much is put right
-    when it comes to the top, and `note` adds one where an owner has more than before.
+    The owner that has most is found by a heap with an entry for each owner in `_said`, which says as much as it has or
+    more: one that says more is put right when it comes to the top. Entries that `_said` does not confirm are dropped
+    there, so that each costs once.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -27,6 +28,7 @@ class CachedBlocks:
         self._free_of: dict[str, OrderedDict[int, None]] = {}
         self._owner_of: dict[int, str] = {}
         self._heap: list[tuple[float, str]] = []
+        self._said: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._owner_of)
@@ -36,7 +38,7 @@ class CachedBlocks:
 
     def __iter__(self) -> Iterator[int]:
         """Owners that have most first, and of each what was freed first."""
-        owners = sorted(self._free_of, key=self._entry_of)
+        owners = sorted(self._free_of, key=self._cache.share_of, reverse=True)
         return (kv_block for owner in owners for kv_block in self._free_of[owner])
 
     def add(self, kv_block: int) -> None:
@@ -51,38 +53,39 @@ class CachedBlocks:
         if owner is not None:
             del self._free_of[owner][kv_block]
             if not self._free_of[owner]:
-                del self._free_of[owner]
+                del self._free_of[owner], self._said[owner]
 
     def note(self, owner: str) -> None:
         """It may have more cached blocks than before."""
-        if owner in self._free_of:
-            heapq.heappush(self._heap, self._entry_of(owner))
-            if len(self._heap) > 64 + 4 * len(self._free_of):
-                self._heap = [self._entry_of(each) for each in self._free_of]
+        if owner not in self._free_of:
+            return
+        share = self._cache.share_of(owner)
+        if share > self._said.get(owner, -1.0):
+            self._said[owner] = share
+            heapq.heappush(self._heap, (-share, owner))
+            if len(self._heap) > 64 + 4 * len(self._said):
+                self._heap = [(-said, each) for each, said in self._said.items()]
                 heapq.heapify(self._heap)
 
     def next(self) -> int:
         """The one to be lent; it stays until it is discarded."""
         while True:
-            found = self._heap[0]
-            if found[1] not in self._free_of:
+            minus_said, owner = self._heap[0]
+            if self._said.get(owner) != -minus_said:
                 heapq.heappop(self._heap)
-            elif found != (now := self._entry_of(found[1])):
-                heapq.heapreplace(self._heap, now)
+            elif (share := self._cache.share_of(owner)) < -minus_said:
+                self._said[owner] = share
+                heapq.heapreplace(self._heap, (-share, owner))
             else:
-                return next(iter(self._free_of[found[1]]))
-
-    def _entry_of(self, owner: str) -> tuple[float, str]:
-        return -self._cache.share_of(owner), owner
+                return next(iter(self._free_of[owner]))
 
     def check_integrity(self) -> None:
-        """Assert that the maps say the same, and that the heap has an entry for each owner that says enough."""
+        """Assert that the maps say the same, and that the heap says enough of each owner."""
         assert {kv_block: owner for owner, free in self._free_of.items() for kv_block in free} == self._owner_of
-        most = dict[str, float]()
-        for minus_share, owner in self._heap:
-            most[owner] = max(-minus_share, most.get(owner, 0.0))
+        assert self._said.keys() == self._free_of.keys()
         for owner, free in self._free_of.items():
             assert free, f"tenant {owner!r} is listed without a free block"
-            assert most.get(owner, -1.0) >= self._cache.share_of(owner), f"the heap says too little of tenant {owner!r}"
+            assert (-self._said[owner], owner) in self._heap
+            assert self._said[owner] >= self._cache.share_of(owner), f"the heap says too little of tenant {owner!r}"
         for kv_block, owner in self._owner_of.items():
             assert self._cache.owner_of(kv_block) == owner

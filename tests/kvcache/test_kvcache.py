@@ -296,6 +296,30 @@ class TestShares:
             allocator.free(request.request_id)
         assert self.hits(allocator, requests[-9:]) == [16] * 9
 
+    def test_a_block_costs_the_same_however_many_tenants_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One entry a tenant is put right when a block is lent: it was all that had been made for the tenant."""
+        allocator = KVBlockAllocator(1024, BLOCK_SIZE)
+        for i in range(100):
+            small = replace(make_request(f"s{i}", [i] * 9, salt=f"t{i}"), claim=Claim(tenant=f"t{i}"))
+            compute(allocator, small)
+            allocator.free(small.request_id)
+        for i in range(9):
+            large = replace(make_request(f"l{i}", [200 + i] * 801, salt="acme"), claim=Claim(tenant="acme"))
+            compute(allocator, large)
+            allocator.free(large.request_id)
+        num_asked = 0
+
+        def share_of(cache: PrefixCache, owner: str) -> float:
+            nonlocal num_asked
+            num_asked += 1
+            return original(cache, owner)
+
+        original = PrefixCache.share_of
+        monkeypatch.setattr(PrefixCache, "share_of", share_of)
+        allocator.start(make_request("next", [7] * 4001), [7] * 4001)
+        assert allocator.reserve("next", 4001)
+        assert num_asked < 1500
+
     def test_running_requests_count(self) -> None:
         """Those of acme hold most, and what it has besides goes before that of beta."""
         allocator = KVBlockAllocator(16, BLOCK_SIZE)
