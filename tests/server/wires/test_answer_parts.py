@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from loraplex.server.wires.openai_responses_input import ResponsesRequest
 from loraplex.testing import FakeTokenizer
 from loraplex.testing.fake_engine import FakeText
 from loraplex.text.tools.answer import AnswerParser, Thoughts, call_parser
+from loraplex.text.tools.json_calls import CallDelta
 from loraplex.text.tools.wanted import AnswerReading
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": [1, "\\u00e9\\""]}}</tool_call>'
@@ -89,3 +91,31 @@ def test_cached_tokens_are_told_apart_where_they_may_be(shows_cached: bool) -> N
     response: Any = json.loads(ResponseRenderer(SAID_BACK, BODY, made, AnswerReading()).response([output]))["usage"]
     assert response["input_tokens"] == 9
     assert response["input_tokens_details"] == ({"cached_tokens": 5} if shows_cached else None)
+
+
+def message_of(*said: CallDelta) -> bytes:
+    renderer = MessageRenderer(BODY, generation(shows_cached=True), AnswerReading())
+    for each in said:
+        assert list(renderer.parts.feed(each))
+    assert list(renderer.parts.end())
+    completion = CompletionOutput(0, "", (1,), finish_reason="stop")
+    renderer.usage.add(0, RequestOutput("r", None, (1,) * 9, (completion,), True))
+    return renderer.whole(completion)
+
+
+def test_no_value_is_made_of_a_calls_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 MiB of long numbers took seconds, in one call."""
+    arguments = '{"a": [' + "9007199254740993.0000001," * 1000 + "1]}"
+    made: list[Any] = []
+    decode = msgspec.json.decode
+    with monkeypatch.context() as patch:
+        patch.setattr(msgspec.json, "decode", lambda *args, **named: made.append(decode(*args, **named)) or made[-1])
+        answer = message_of(CallDelta(0, "f", f" {arguments}\n"))
+    assert {type(each) for each in made} <= {str, msgspec.Raw}
+    assert b'"input":' + arguments.encode() in answer
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", '"{}"', '{"a":', '{"a": 01}', "{} {}", '{"a": ' + "[" * 100_000])
+def test_arguments_that_are_no_object_are_a_text(arguments: str) -> None:
+    (block,) = json.loads(message_of(CallDelta(0, "f", arguments)))["content"]
+    assert block == {"type": "text", "text": f"f({arguments})"}
