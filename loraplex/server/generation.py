@@ -197,8 +197,9 @@ class InFlight:
         await self._abort(self._request_ids)
 
 
-CANDIDATE_BYTES = 80
-"""A candidate of a position's log probabilities takes so much, about, with its share of the position."""
+CANDIDATE_BYTES = 100
+"""A candidate of a position's log probabilities takes so much, about, with its share of the position. Its text is the
+tokenizer's own."""
 
 TOLD_BYTES = 2**18
 """A request's outputs are counted again when they have grown by so much."""

@@ -215,6 +215,7 @@ class Tokenizer:
         self.has_split_characters = b'"ByteLevel"' in state
         self._has_byte_fallback = b'"ByteFallback"' in state
         self._token_bytes: dict[int, bytes] = {}
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -288,8 +289,15 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """One token on its own, with its leading space; U+FFFD for pieces of a character."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+        """One token on its own, with its leading space; U+FFFD for pieces of a character. Each time the same object:
+        answers keep one for each candidate of a position, and a token may have a kilobyte."""
+        known = self._token_texts.get(token_id)
+        if known is None and self._base is not None and self._base.has_token(token_id):
+            return self._base.token_text(token_id)
+        if known is None:
+            text = self.token_bytes(token_id).decode("utf-8", errors="replace")
+            known = self._token_texts.setdefault(token_id, text)
+        return known
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether it is one of the `<0x00>`..`<0xFF>` that stand for a byte."""

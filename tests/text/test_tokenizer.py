@@ -104,6 +104,18 @@ def test_texts_of_single_tokens() -> None:
             assert tokenizer.token_text(token_id) == token
 
 
+def test_a_tokens_text_is_one_object() -> None:
+    """A new one for each candidate of an answer's log probabilities was a kilobyte of a long token."""
+    backend = tiny_backend("byte-bpe")
+    base = Tokenizer(backend)
+    backend.add_tokens(["😀" * 256])
+    own = Tokenizer(backend, base=base)
+    for token_id in (*base.encode("fox"), own.vocab_size - 1):
+        assert own.token_text(token_id) is own.token_text(token_id)
+    assert own.token_text(own.vocab_size - 1) == "😀" * 256
+    assert own.token_text(5) is base.token_text(5)
+
+
 def test_padding_and_truncation_of_the_file_are_off(tmp_path: Path) -> None:
     backend = tiny_backend("byte-bpe")
     backend.enable_truncation(3)
