@@ -50,7 +50,7 @@ class ChatRenderer:
         self._generation = generation
         self._texts = TokenTexts(tokenizer_of(generation.items[0].target.text), request.return_tokens_as_token_ids)
         self._cursors = [Cursor() for _ in range(request.n)]
-        self._thoughts = ["" for _ in range(request.n)]  # held until they are over, without stream_reasoning
+        self._thoughts: list[list[str]] = [[] for _ in range(request.n)]  # held without stream_reasoning
         self._parsers = [reading.new_parser() for _ in range(request.n)]
         self._usage = UsageCounter(shows_cached=generation.shows_cached_tokens)
 
@@ -178,10 +178,13 @@ class ChatRenderer:
         """With `stream_reasoning=false`, thoughts come in one piece: when something else comes, or the end."""
         if self._request.stream_reasoning:
             return said
-        thoughts = self._thoughts[index] + said.reasoning
-        is_over = is_finished or bool(said.content or said.calls)
-        self._thoughts[index] = "" if is_over else thoughts
-        return replace(said, reasoning=thoughts if is_over else "")
+        held = self._thoughts[index]
+        held.append(said.reasoning)
+        if not (is_finished or said.content or said.calls):
+            return replace(said, reasoning="")
+        thoughts = "".join(held)
+        held.clear()
+        return replace(said, reasoning=thoughts)
 
     @property
     def _is_parsed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 from loraplex import StructuredOutputsParams
 from loraplex.server import ServerConfig, create_app
 from loraplex.testing import FakeAsyncEngine
+from loraplex.text.tools.answer import AnswerDelta, AnswerParser
 from tests.server.conftest import client_of
 from tests.server.live_server import LiveServer
 from tests.server.sse import events
@@ -192,6 +194,31 @@ async def test_thoughts_come_in_one_piece(engine: FakeAsyncEngine, reply: str, c
             assert "".join(each.get("content", "") for each in deltas) == content
         assert len(pieces[0]) > 1
         assert pieces[1] == ["One two."] == ["".join(pieces[0])]
+
+
+class Piece(str):
+    """Of thoughts."""
+
+    __slots__ = ()
+
+    def __radd__(self, held: str) -> str:
+        raise AssertionError("all thoughts so far are copied for a piece of them")
+
+
+async def test_thoughts_that_wait_are_put_together_once(
+    engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = AnswerParser.feed
+
+    def in_pieces(self: AnswerParser, text: str, is_last: bool) -> AnswerDelta:
+        said = feed(self, text, is_last)
+        return replace(said, reasoning=Piece(said.reasoning))
+
+    monkeypatch.setattr(AnswerParser, "feed", in_pieces)
+    engine.reply = "<think>One two.</think>Yes"
+    async with client_of(create_app(engine, ServerConfig(reasoning_parser="qwen3"))) as client:
+        deltas = [each["delta"] for each in await chunks(client, tools=None, stream_reasoning=False)]
+    assert [each["reasoning_content"] for each in deltas if "reasoning_content" in each] == ["One two."]
 
 
 # ------------------------------------------------------------------------------------------------- the openai client
