@@ -58,6 +58,10 @@ class ChatRenderer:
     def work_a_token(self) -> int:
         return max(map(work_of, self._parsers))
 
+    @property
+    def work_at_end(self) -> int:
+        return int(not self._request.stream_reasoning)
+
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         """`outputs` has the last output of the one prompt."""
         output, request, generation = outputs[0], self._request, self._generation

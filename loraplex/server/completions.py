@@ -29,7 +29,7 @@ from loraplex.server.streaming import DONE, in_pieces, sse
 class CompletionRenderer:
     """One request's answer. Choice i of prompt p has index p * n + i."""
 
-    work_a_token, end = 1, DONE
+    work_a_token, work_at_end, end = 1, 0, DONE
 
     def __init__(self, request: CompletionRequest, generation: Generation) -> None:
         self._request = request

@@ -60,7 +60,7 @@ LONG_ANSWER = 4096
 
 class Renderer(Protocol):
     """Turns outputs of the engine into the bytes of an answer. work_a_token: of the next one, over what a plain text
-    takes.
+    takes. work_at_end: times that a stream's last output has it write the whole prompt and text again.
 
     failure: what a stream says of an error; end: what its last bytes are, whatever came before.
     """
@@ -69,6 +69,9 @@ class Renderer(Protocol):
 
     @property
     def work_a_token(self) -> int: ...
+
+    @property
+    def work_at_end(self) -> int: ...
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes: ...
 
@@ -412,11 +415,14 @@ async def _chunks(
 ) -> AsyncGenerator[bytes, None]:
     """A slow reader gets all that it has missed, piece by piece: the next one is made when one is sent. `num_seen`: log
     probabilities and tokens that were written, by prompt."""
-    size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
+    prompt_size = generation.prompt_size(prompt_index, output)
+    size = 0 if prompt_index in num_seen else prompt_size
     before_logprobs, before_tokens = num_seen.get(prompt_index, (0, 0))
     num_logprobs, num_tokens = _num_logprobs(output, generation.items[prompt_index]), _num_tokens(output)
     num_seen[prompt_index] = num_logprobs, num_tokens
     size += renderer.work_a_token * (num_tokens - before_tokens)
+    if output.finished:
+        size += renderer.work_at_end * (prompt_size + num_tokens)
     pieces = renderer.chunks(prompt_index, output)
     while piece := await writer.write(partial(next, pieces, b""), num_logprobs - before_logprobs, size):
         yield piece

@@ -22,13 +22,15 @@ from loraplex.errors import (
     EngineOverloadedError,
     LoraplexError,
 )
-from loraplex.server import ServerConfig
+from loraplex.server import ServerConfig, create_app
 from loraplex.server.api_error import forget_frames
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import TextSurface
+from loraplex.server.openai_api import AnswerWriter
 from loraplex.server.streaming import EventStream, merge
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
+from tests.server.conftest import client_of
 from tests.server.sse import events
 
 COMPLETION: dict[str, Any] = {"model": "sql", "prompt": "hi", "max_tokens": 10, "ignore_eos": True}
@@ -413,3 +415,30 @@ async def test_closing_a_merge_closes_its_sources(num_sources: int) -> None:
     await merged.aclose()
     assert sources[0].is_closed
     assert all(source.is_closed for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate_stream", {"inputs": "hi" * 50, "parameters": {"return_full_text": True}}),
+        ("/v1/responses", {"model": "base", "input": "hi" * 50, "stream": True}),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": None, "stream": True, "stream_reasoning": False}),
+    ],
+)
+async def test_an_event_that_says_all_again_counts_as_all(
+    engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Where it counted as its one token it was written on the event loop, whatever its length."""
+    sizes: list[int] = []
+    write = AnswerWriter.write
+
+    async def noted(self: AnswerWriter, render: Any, num_logprobs: int, size: int) -> bytes:
+        sizes.append(size)
+        return await write(self, render, num_logprobs, size)
+
+    monkeypatch.setattr(AnswerWriter, "write", noted)
+    engine.reply = "<think>" + "y" * 200
+    async with client_of(create_app(engine, ServerConfig(reasoning_parser="qwen3"))) as client:
+        assert (await client.post(path, json=body)).status_code == 200
+    assert sizes[-2] < 200
+    assert sizes[-1] > 200 + ("hi" * 50 in str(body)) * 100

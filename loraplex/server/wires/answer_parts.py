@@ -118,7 +118,7 @@ class PartsRenderer(ABC):
     num_thought_tokens: where thoughts and the rest come together, those of the thoughts' text.
     """
 
-    end = b""
+    work_at_end, end = 0, b""
 
     def __init__(self, request: ChatCompletionRequest, generation: Generation, reading: AnswerReading) -> None:
         self.request, self.generation = request, generation

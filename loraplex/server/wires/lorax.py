@@ -172,7 +172,7 @@ class LoraxAnswer:
 class LoraxRenderer:
     """One prompt, one completion."""
 
-    work_a_token, end = 1, b""
+    work_a_token, work_at_end, end = 1, 1, b""
 
     def __init__(self, answer: LoraxAnswer, generation: Generation) -> None:
         self._answer = answer

@@ -165,6 +165,8 @@ def _converse(body: ResponsesRequest) -> tuple[ChatCompletionRequest, ChatAnswer
 class ResponseRenderer(PartsRenderer):
     """Each part of an answer is an item of its output."""
 
+    work_at_end = 1
+
     def __init__(
         self,
         said_back: Mapping[str, Any],

@@ -135,7 +135,7 @@ class _Said:
 class SGLangRenderer:
     """One request's answer. Completion i of prompt p has index p * n + i."""
 
-    end = DONE
+    work_at_end, end = 1, DONE
 
     def __init__(self, wish: SGLangWish, generation: Generation) -> None:
         self.work_a_token = 1
