@@ -31,6 +31,9 @@ _MARKS = (
 )
 """Of chat templates, in this order."""
 
+MAX_CALLS = 128
+"""Of an answer. Each is an object in it, with events of its own, however little it says."""
+
 _PIECE_CHARS = 4096
 """Parsed at a time: a parser copies what is left of a piece for each call in it."""
 
@@ -118,10 +121,11 @@ def opens_thoughts(prompt: str) -> bool:
 
 class AnswerParser:
     """Of one answer, which comes in pieces. thoughts, calls: None where the text is not looked through for them.
-    allows_several: calls after the first are passed over otherwise."""
+    allows_several: calls after the first are passed over otherwise, and those after MAX_CALLS are."""
 
     def __init__(self, thoughts: Thoughts | None, calls: CallParser | None, allows_several: bool = True) -> None:
-        self._thoughts, self._calls, self._allows_several = thoughts, calls, allows_several
+        self._thoughts, self._calls = thoughts, calls
+        self._max_calls = MAX_CALLS if allows_several else 1
         self._is_behind_thoughts = False
         self.num_calls = 0
 
@@ -155,7 +159,7 @@ class AnswerParser:
                 continue
             for part in self._calls.feed(said, is_end):
                 if isinstance(part, CallDelta):
-                    if part.index and not self._allows_several:
+                    if part.index >= self._max_calls:
                         continue
                     self.num_calls = part.index + 1
                 yield part

@@ -21,7 +21,7 @@ from loraplex.server.wires.openai_responses import ResponseRenderer
 from loraplex.server.wires.openai_responses_input import ResponsesRequest
 from loraplex.testing import FakeTokenizer
 from loraplex.testing.fake_engine import FakeText
-from loraplex.text.tools.answer import AnswerParser, Thoughts, call_parser
+from loraplex.text.tools.answer import MAX_CALLS, AnswerParser, Thoughts, call_parser
 from loraplex.text.tools.json_calls import CallDelta
 from loraplex.text.tools.wanted import AnswerReading
 
@@ -62,6 +62,13 @@ def test_where_it_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
         said = b"".join(bytes(step.text)[1:-1] for step in steps if step.part is part and step.kind is StepKind.PIECE)
         assert b'"%s"' % said == part.encoded
         assert json.loads(part.encoded) is not None
+
+
+def test_parts_are_as_many_as_calls_may_be() -> None:
+    """Texts and calls in turns: what follows the last call is one text."""
+    _, parts = steps_of([f"so {ADD}" * (3 * MAX_CALLS)])
+    assert len(parts) == 2 * MAX_CALLS + 1
+    assert json.loads(parts[-1].encoded).count("so") == 2 * MAX_CALLS
 
 
 def test_kinds_and_names() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.text.tools.answer import AnswerParser, Thoughts, call_parser, forced_parser, parser_for
+from loraplex.text.tools.answer import MAX_CALLS, AnswerParser, Thoughts, call_parser, forced_parser, parser_for
 from loraplex.text.tools.json_calls import CallParser
 
 NAMES = ("f", "get_weather")
@@ -239,6 +239,24 @@ def test_hostile_texts_are_read_to_their_end(name: str, unit: str) -> None:
     if name not in ("one", "list", "mistral"):
         assert len(content.strip()) + sum(len(arguments) for _, arguments in calls) <= len(text)
     parsed(name, *[unit] * 5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "call", "end"),
+    [
+        ("hermes", "", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "done"),
+        ("mistral", "[TOOL_CALLS][", '{"name": "f", "arguments": {}},', "]"),
+        ("list", "[", '{"name": "f", "arguments": {}},', "]"),
+        ("llama3_json", "", '{"name": "f", "parameters": {}};', ""),
+        ("pythonic", "[", "f(),", "]"),
+    ],
+)
+def test_calls_of_an_answer_are_bounded(name: str, begin: str, call: str, end: str) -> None:
+    """Each takes a kilobyte in an answer, and counts what its arguments say: two bytes. The rest is read as ever."""
+    for num_calls in (MAX_CALLS, MAX_CALLS + 1, 5 * MAX_CALLS):
+        content, calls = parsed(name, begin + call * num_calls + end)
+        assert content.strip() == ("done" if name == "hermes" else "")
+        assert calls == [("f", "{}")] * MAX_CALLS
 
 
 def test_parsers_are_chosen_by_template() -> None:
