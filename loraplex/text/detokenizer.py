@@ -232,9 +232,7 @@ class IncrementalDetokenizer:
     `stop_reason` is the stop string that ended it; `num_tokens` counts the tokens taken in, the one that completed the
     stop string included; later ones are ignored. Before `min_tokens` tokens no stop string ends anything.
 
-    `token_texts` has per token the text that became certain with it ("" inside a character), `token_offsets` where that
-    starts in the output, in characters; both only when `logprobs` is asked for. Joined they are the text, plus what is
-    held back for now.
+    What was returned is not kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], params: SamplingParams) -> None:
@@ -242,21 +240,11 @@ class IncrementalDetokenizer:
         self._params = params
         self._stream = text_stream(tokenizer, context, params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop)
-        self._parts: list[str] = []
         self._num_emitted = 0
         self._pending = ""
         self._is_finished = False
         self.num_tokens = 0
-        self.token_texts: list[str] = []
-        self.token_offsets: list[int] = []
         self.stop_reason: str | None = None
-
-    @property
-    def text(self) -> str:
-        """All that `update` and `finish` returned."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
 
     def update(self, new_ids: Sequence[int]) -> str:
         """Take in tokens; returns the text that is certain by now and was not returned before."""
@@ -269,9 +257,6 @@ class IncrementalDetokenizer:
                 break
             self.num_tokens += 1
             piece = self._stream.push(token_id)
-            if self._params.logprobs is not None:
-                self.token_offsets.append(self._num_emitted + len(self._pending))
-                self.token_texts.append(piece)
             if piece:
                 delta.append(self._accept(piece))
         return "".join(delta)
@@ -281,10 +266,7 @@ class IncrementalDetokenizer:
         if self._is_finished or self.stop_reason is not None:
             return ""
         self._is_finished = True
-        rest = self._stream.flush()
-        if self.token_texts:
-            self.token_texts[-1] += rest
-        delta = self._accept(rest)
+        delta = self._accept(self._stream.flush())
         if self.stop_reason is None:
             delta += self._emit(len(self._pending))
         return delta
@@ -298,22 +280,11 @@ class IncrementalDetokenizer:
         end = match.end if self._params.include_stop_str_in_output else match.start
         delta = self._emit(end - self._num_emitted)
         self._pending = ""
-        self._cut_token_texts(end)
         return delta
-
-    def _cut_token_texts(self, end: int) -> None:
-        for i in reversed(range(len(self.token_texts))):
-            offset = self.token_offsets[i]
-            if offset + len(self.token_texts[i]) <= end:
-                break
-            self.token_texts[i] = self.token_texts[i][: max(end - offset, 0)]
-            self.token_offsets[i] = min(offset, end)
 
     def _emit(self, length: int) -> str:
         delta, self._pending = self._pending[:length], self._pending[length:]
         self._num_emitted += len(delta)
-        if delta:
-            self._parts.append(delta)
         return delta
 
 
