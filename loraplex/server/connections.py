@@ -42,7 +42,8 @@ MAX_UNREAD_BYTES = 256 * 2**20
 """Of long answers that are being sent; beyond it one of the client that has most of them is closed."""
 
 MAX_OUTPUT_BYTES = 2**29
-"""Of log probabilities that requests keep until their clients have read them, whole or as a stream."""
+"""Of log probabilities, and texts of long tokens, that requests keep until their clients have read them, whole or as a
+stream."""
 
 MAX_HANDSHAKES = 256
 """TLS handshakes that have had their turn and have not ended: each holds some 100 KB. Beyond it one of the address that

@@ -32,6 +32,7 @@ from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.model_names import Target
 from loraplex.server.pacing import Turns
+from loraplex.server.responses import AnswerRoom
 from loraplex.server.streaming import merge
 from loraplex.server.telemetry.series import RequestSeries
 from loraplex.server.telemetry.tracing import current_trace
@@ -201,12 +202,16 @@ CANDIDATE_BYTES = 100
 """A candidate of a position's log probabilities takes so much, about, with its share of the position. Its text is the
 tokenizer's own."""
 
+CHAR_BYTES = 4
+"""Of a text that has one character beyond U+FFFF, an emoji."""
+
 TOLD_BYTES = 2**18
 """A request's outputs are counted again when they have grown by so much."""
 
 
 class OutputMeter:
-    """Counts log probabilities that the outputs of one request have in memory, finished or not, read or not."""
+    """Counts what the outputs of one request have in memory, finished or not, read or not: log probabilities, and texts
+    where they are longer than CHARS_A_TOKEN for each token, as an adapter's tokens may be."""
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         """Of each prompt."""
@@ -217,14 +222,16 @@ class OutputMeter:
 
     @property
     def is_needed(self) -> bool:
-        return self._hold is not None and any(map(any, self._candidates))
+        return self._hold is not None
 
     def see(self, index: int, output: RequestOutput) -> None:
         of_prompt, of_output = self._candidates[index]
-        num = of_prompt * len(output.prompt_logprobs or ())
-        num += of_output * sum(len(each.token_ids) for each in output.outputs)
-        self._total += CANDIDATE_BYTES * num - self._bytes[index]
-        self._bytes[index] = CANDIDATE_BYTES * num
+        num_tokens = sum(len(each.token_ids) for each in output.outputs)
+        num_chars = sum(each.num_chars for each in output.outputs) - CHARS_A_TOKEN * num_tokens
+        num = of_prompt * len(output.prompt_logprobs or ()) + of_output * num_tokens
+        num_bytes = CANDIDATE_BYTES * num + CHAR_BYTES * max(0, num_chars)
+        self._total += num_bytes - self._bytes[index]
+        self._bytes[index] = num_bytes
         if self._hold is not None and self._total - self._told >= TOLD_BYTES:
             self._told = self._total
             self._hold(self._total)
@@ -274,11 +281,15 @@ class Generator:
                 item.target.held.close()  # of prompts that did not begin
 
     async def run_to_end(self, generation: Generation) -> list[RequestOutput]:
-        """The last output of each prompt."""
+        """The last output of each prompt. Raises InvalidRequestError, and ends the others, once their texts are longer
+        than an answer may be."""
         last: dict[int, RequestOutput] = {}
+        room, num_chars = AnswerRoom(), [0] * len(generation.items)
         async with contextlib.aclosing(self.run(generation)) as outputs:
             async for index, output in outputs:
                 last[index] = output
+                before, num_chars[index] = num_chars[index], sum(each.num_chars for each in output.outputs)
+                room.take(num_chars[index] - before)
         return [last[index] for index in range(len(generation.items))]
 
     async def _outputs(

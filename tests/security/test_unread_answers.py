@@ -18,7 +18,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from loraplex.server import ServerConfig, connections, create_app, generation, http_protocol, pacing, pages
+from loraplex.core import CompletionOutput, RequestOutput, SamplingParams
+from loraplex.server import ServerConfig, connections, create_app, generation, http_protocol, pacing, pages, responses
 from loraplex.server.http_protocol import MAX_LINGER_BYTES, MAX_LINGERS, PIECE_BYTES
 from loraplex.testing import FakeAsyncEngine
 from tests.server.conftest import client_of
@@ -158,6 +159,38 @@ async def test_what_log_probabilities_take_is_counted_for_their_connection(
             assert bool(told) == bool(fields)
     assert told == sorted(told)
     assert told[-1] >= 2 * 4 * 4 * generation.CANDIDATE_BYTES, "of two outputs of four tokens with four candidates"
+
+
+def test_texts_of_long_tokens_count_while_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of usual tokens do not: their numbers are bounded elsewhere."""
+    monkeypatch.setattr(generation, "TOLD_BYTES", 1)
+    told: list[int] = []
+    token = connections.hold_outputs.set(told.append)
+    try:
+        meter = generation.OutputMeter([SamplingParams()] * 2)
+        assert meter.is_needed
+        for index, text in ((0, "word"), (1, "x" * 300), (1, "x" * 600), (0, "word" * 2)):
+            completions = tuple(CompletionOutput(each, text, (1,)) for each in range(2))
+            meter.see(index, RequestOutput("r", None, (1,), completions, finished=False))
+    finally:
+        connections.hold_outputs.reset(token)
+    extra = [2 * (num_chars - generation.CHARS_A_TOKEN) for num_chars in (300, 600)]
+    assert told == [generation.CHAR_BYTES * each for each in extra]
+
+
+async def test_a_whole_answer_ends_when_its_texts_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all its prompts: they were all kept to their ends, and then not written."""
+    monkeypatch.setattr(responses, "MAX_WRITTEN_BYTES", 100)
+    engine = FakeAsyncEngine()
+    body = {"model": "base", "prompt": ["one two", "three"], "max_tokens": 400, "ignore_eos": True}
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert "texts of this answer take more than 100 bytes" in answer.json()["error"]["message"]
+        assert len(engine.aborted) == 2
+        assert engine.num_running == 0
+        short = await client.post("/v1/completions", json={**body, "max_tokens": 50})
+        assert short.status_code == 200
 
 
 async def test_what_a_client_reads_of_the_systems_buffer_counts(
