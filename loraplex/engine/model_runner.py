@@ -428,7 +428,7 @@ def _sampling_row(sequence: ScheduledSequence, prompts: KnownPrompts) -> Samplin
     counts = row.state
     if counts is None:
         prompt = prompts.distinct_tokens(request.prompt_token_ids if params.repetition_penalty != 1 else ())
-        counts = SamplingState(params, prompt, state.token_ids[state.num_prompt_tokens :])
+        counts = SamplingState(params, prompt, state.token_ids[state.num_prompt_tokens :], stop_ids)
         state.sampling_state = counts
     is_counted = params.has_penalties and sequence.draft
     return replace(row, state=counts.followed_by(sequence.draft) if is_counted else counts)

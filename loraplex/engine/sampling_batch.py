@@ -60,6 +60,7 @@ class KnownPrompts:
 class SamplingState:
     """What one request's edits of the logits need between steps: token counts, kept sparse, and its bias as arrays.
 
+    `forbidden_ids`: the distinct ones of `stop_ids_for_min_tokens`.
     `token_ids [m]` are the distinct tokens of the output, `counts [m]` how often each is in it. A prompt is looked at
     for a repetition penalty alone. `commit` costs O(1) per token, and a search in the prompt for a new one.
     """
@@ -69,7 +70,9 @@ class SamplingState:
         params: SamplingParams,
         prompt: Sequence[int] | DistinctTokens = (),
         output_token_ids: Sequence[int] = (),
+        stop_ids_for_min_tokens: Sequence[int] = (),
     ) -> None:
+        self.forbidden_ids = np.unique(np.asarray(stop_ids_for_min_tokens, np.int64))
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
         self.bias_values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         if not isinstance(prompt, DistinctTokens):
@@ -134,9 +137,9 @@ class SamplingState:
 class SamplingRow:
     """One row of logits. `position` is the index of the token being drawn: 0 for the first of the output.
 
-    `state` holds the counts of exactly `output_token_ids`; without it they are counted from the two lists, when a
-    penalty asks. `mask`: the tokens that a grammar allows, bit i of word w is token 32 w + i; what is behind its end is
-    not allowed.
+    `state` holds the counts of exactly `output_token_ids`, and `stop_ids_for_min_tokens`; without it they are counted
+    from the two lists, when a penalty asks. `mask`: the tokens that a grammar allows, bit i of word w is token 32 w +
+    i; what is behind its end is not allowed.
     """
 
     params: SamplingParams
@@ -162,10 +165,12 @@ class SamplingRow:
         return self.mask is not None or self.is_below_min_tokens
 
     def needs_state(self) -> bool:
-        return self.has_penalties or bool(self.params.logit_bias)
+        return self.has_penalties or bool(self.params.logit_bias) or self.is_below_min_tokens
 
     def state_or_new(self) -> SamplingState:
-        return self.state or SamplingState(self.params, self.prompt_token_ids, self.output_token_ids)
+        return self.state or SamplingState(
+            self.params, self.prompt_token_ids, self.output_token_ids, self.stop_ids_for_min_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,7 @@ class SamplingBatch:
             top_k=np.array([p.top_k for p in params], np.int64),
             top_p=np.array([p.top_p for p in params], np.float64),
             min_p=np.array([p.min_p for p in params], np.float32),
-            edited=tuple(i for i, row in enumerate(rows) if row.needs_state() or row.is_below_min_tokens),
+            edited=tuple(i for i, row in enumerate(rows) if row.needs_state()),
             with_logprobs=tuple(i for i, p in enumerate(params) if p.logprobs is not None),
         )
 
@@ -329,5 +334,5 @@ def _biases(batch: SamplingBatch, vocab_size: int) -> Iterator[_Edit]:
 def _forbidden(batch: SamplingBatch, vocab_size: int) -> Iterator[_Edit]:
     """-inf for the tokens that would end a request before min_tokens."""
     rows = [i for i in batch.edited if batch.rows[i].is_below_min_tokens]
-    per_row = [(i, np.unique(np.asarray(batch.rows[i].stop_ids_for_min_tokens, np.int64))) for i in rows]
+    per_row = [(i, batch.rows[i].state_or_new().forbidden_ids) for i in rows]
     yield _flat_index(per_row, vocab_size)[0], lambda old: torch.full_like(old, -torch.inf)

@@ -101,6 +101,22 @@ def counted(made: list[Any]) -> type[sampling_batch.DistinctTokens]:
     return Counted
 
 
+def test_what_min_tokens_forbids_is_sorted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(min_tokens=9, stop_token_ids=(7, 3, 7, V + 5))
+    state = RequestState(Request("0", (1, 2), params, 9, 0, eos_token_ids=(3, 5)), 0, (1, 2))
+    sequence, known = ScheduledSequence(state, 0, 2, is_sampled=True), KnownPrompts()
+    _sampling_row(sequence, known)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("sorted again")
+
+    monkeypatch.setattr(np, "unique", fail)
+    for _ in range(2):
+        logits = torch.zeros(1, V)
+        with edited_logits(logits, SamplingBatch.build([_sampling_row(sequence, known)])):
+            assert torch.isneginf(logits[0]).nonzero()[:, 0].tolist() == [3, 5, 7]
+
+
 ONLY = {"logit_bias": {3: 1.0}}, {"presence_penalty": 1}, {"frequency_penalty": 1}
 
 
