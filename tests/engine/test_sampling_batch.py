@@ -66,6 +66,7 @@ def test_penalties_are_those_of_the_formula_to_the_bit(data: st.DataObject) -> N
     logits = torch.from_numpy(before.copy())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling_batch, "_ELEMENTS_AT_ONCE", data.draw(st.sampled_from([1, 70, 2**18])))
+        patch.setattr(sampling_batch, "_DENSE_PART", data.draw(st.sampled_from([0, 3, 16])))
         with edited_logits(logits, SamplingBatch.build(rows)):
             assert np.array_equal(logits.numpy(), np.stack(expected), equal_nan=True)
     assert logits.numpy().tobytes() == before.tobytes()
@@ -129,16 +130,37 @@ def test_a_prompt_is_looked_at_for_a_repetition_penalty_alone(params: dict[str, 
     assert (state.token_ids.tolist(), state.counts.tolist()) == ([7, 8], [2, 1])
 
 
-def test_few_tokens_are_edited_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_batch, "_ELEMENTS_AT_ONCE", 2500)
-    sizes, made = [], sampling_batch.upload
+@pytest.fixture
+def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    arrays, made = [], sampling_batch.upload
 
     def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-        sizes.append(array.size)
+        arrays.append(array)
         return made(array, device)
 
     monkeypatch.setattr(sampling_batch, "upload", upload)
+    return arrays
+
+
+def test_few_tokens_are_edited_at_once(uploaded: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_batch, "_ELEMENTS_AT_ONCE", 2500)
     rows = rows_of(tuple(range(1000)), KnownPrompts(), 9, repetition_penalty=1.2)
-    with edited_logits(torch.zeros(9, 2000), SamplingBatch.build(rows)):
+    with edited_logits(torch.zeros(9, 20_000), SamplingBatch.build(rows)):
+        sizes = [array.size for array in uploaded]
         assert max(sizes) == 2000
         assert sum(sizes) == 2 * 9 * 1000, "indices and factors"
+
+
+def test_completions_share_what_a_large_part_of_the_vocabulary_asks(
+    uploaded: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No index of its tokens is made for each row and step, and few rows are edited at once."""
+    monkeypatch.setattr(sampling_batch, "_ELEMENTS_AT_ONCE", 6500)
+    rows = rows_of(tuple(range(1000)), KnownPrompts(), 64, repetition_penalty=1.2)
+    for _ in range(2):
+        with edited_logits(torch.zeros(64, 2000), SamplingBatch.build(rows)):
+            pass
+    others = [array.size for array in uploaded if array.size != 2000]
+    assert len({id(array) for array in uploaded if array.size == 2000}) == 1
+    assert max(others) == 3
+    assert sum(others) == 2 * 64
