@@ -54,6 +54,12 @@ def test_there_are_a_cpu_and_a_gpu_image() -> None:
     assert [path.name for path in FILES] == ["Dockerfile.cpu", "Dockerfile.cuda"]
 
 
+def test_keys_beside_the_code_do_not_get_into_an_image() -> None:
+    """`COPY . .` took those that docs/security.md makes in the working directory."""
+    left_out = (ROOT / ".dockerignore").read_text().split()
+    assert {"**/*.keys", "**/*.key", "**/*.pem", "**/.env*"} <= set(left_out)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 class TestImage:
     def test_it_runs_as_a_user_without_rights_and_is_watched(self, path: Path) -> None:
