@@ -268,7 +268,8 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
             await importing
             return 128 + received[0] if received else await serve(engine, config, sock)
         finally:
-            await engine.shutdown()
+            with signals(lambda: None):  # `serve` has removed its own; the end of the engine is not called off
+                await engine.shutdown()
 
 
 async def _import_rest(config: ServerConfig) -> None:

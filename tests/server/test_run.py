@@ -41,6 +41,9 @@ run.LAST_WORDS_S = float(sys.argv[4])
 
 class Engine(FakeAsyncEngine):
     async def shutdown(self):
+        if sys.argv[1] == "ends slowly":
+            print("the engine ends", flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
         await super().shutdown()
         print("engine is shut down", flush=True)
 
@@ -299,6 +302,20 @@ def test_more_signals_do_not_keep_a_start_from_clearing_up(programs: list[Progra
     assert program.process.stdin is not None
     program.process.stdin.write("\n")
     assert program.end() == (128 + signal.SIGINT, "clear\n")
+
+
+def test_a_signal_while_the_engine_ends_does_not_end_the_server(programs: list[Program]) -> None:
+    """The handlers were removed with the application's, so that it was killed before the engine's end was over."""
+    program = Program("ends slowly")
+    programs.append(program)
+    program.url()
+    program.process.send_signal(signal.SIGTERM)
+    assert program.stdout.readline() == "the engine ends\n"
+    for which in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        program.process.send_signal(which)
+    assert program.process.stdin is not None
+    program.process.stdin.write("\n")
+    assert program.end() == (0, "engine is shut down\n")
 
 
 def test_running_requests_finish_within_the_grace() -> None:
