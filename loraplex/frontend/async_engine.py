@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -51,6 +50,7 @@ from loraplex.frontend.frontend import (
     KeptFiles,
     adapter_ref,
     choice_of,
+    in_daemon_thread,
     lora_requests_of,
     make_front,
     open_journal,
@@ -228,7 +228,9 @@ class AsyncEngine(AdapterVerbs):
         have fetched. Raises ConfigError when state directory or database cannot be used."""
         fetched = await _with_fetched_model(config.with_real_roots())
         if fetched.merge_adapter is not None:
-            fetched = await asyncio.to_thread(_with_fetched_adapter, fetched, fetched.merge_adapter)
+            fetched = await in_daemon_thread(
+                "fetch adapter", partial(_with_fetched_adapter, fetched, fetched.merge_adapter)
+            )
         journal = await asyncio.to_thread(open_journal, config, state_dir, database)
         engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision, runners)
         files = KeptFiles.of(state_dir, upload_limits, max_fetched_bytes)
@@ -572,18 +574,7 @@ async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
     without the hub."""
     if Path(config.model).expanduser().is_dir():
         return config
-    fetched: Future[Path] = Future()
-    fetched.set_running_or_notify_cancel()
-
-    def fetch() -> None:
-        try:
-            fetched.set_result(resolve_model(config.model, config.revision))
-        except Exception as error:
-            fetched.set_exception(error)
-
-    # No executor's thread: the hub's library cannot be cancelled, and a signal must not wait for it.
-    threading.Thread(target=fetch, name="fetch model", daemon=True).start()
-    path: Path = await asyncio.wrap_future(fetched)
+    path = await in_daemon_thread("fetch model", partial(resolve_model, config.model, config.revision))
     return replace(config, model=str(path))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.files import AdapterFolder
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 RunLater = Callable[[Callable[[], None]], object]
 
 
@@ -334,3 +338,18 @@ def open_tokenizer(path: str | Path) -> tuple[Tokenizer | None, tuple[int, ...]]
         logger.warning("%s has no tokenizer.json: prompts must be token ids and outputs are token ids", path)
         return None, read_eos_token_ids(path)
     return tokenizer, tuple(tokenizer.eos_token_ids)
+
+
+async def in_daemon_thread(name: str, fetch: Callable[[], T]) -> T:
+    """No executor's thread: the hub's library cannot be cancelled, and a signal must not wait for it."""
+    fetched: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            fetched.set_result(fetch())
+        except Exception as error:
+            fetched.set_exception(error)
+
+    fetched.set_running_or_notify_cancel()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(fetched)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.adapters.merging import base
 from loraplex.config import EngineConfig
 from loraplex.errors import EngineDeadError, ModelNotFoundError
 from loraplex.frontend import async_engine
@@ -52,22 +53,37 @@ async def test_what_the_hub_does_not_give_starts_no_process(started: list[Engine
     assert started == []
 
 
-async def test_a_signal_does_not_wait_for_the_hub(started: list[EngineConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["model", "adapter"])
+async def test_a_signal_does_not_wait_for_the_hub(
+    what: str, started: list[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, release = threading.Event(), threading.Event()
 
-    def resolve(model: str, revision: str | None) -> Path:
+    def hang() -> None:
         begun.set()
         release.wait(60)
+
+    def resolve(model: str, revision: str | None) -> Path:
+        hang()
         return Path(BASE)
 
+    def fetched(path_or_id: str) -> tuple[str, str]:
+        hang()
+        return "", ""
+
     monkeypatch.setattr(async_engine, "resolve_model", resolve)
-    start = asyncio.ensure_future(AsyncEngine.start(EngineConfig(model="org/model")))
+    monkeypatch.setattr(base, "fetched", fetched)
+    config = EngineConfig(model="org/model")
+    if what == "adapter":
+        config = EngineConfig(model=BASE, lora=None, merge_adapter="org/adapter")
+    start = asyncio.ensure_future(AsyncEngine.start(config))
     await asyncio.to_thread(begun.wait, 60)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await within(start)
+    fetch = next((thread for thread in threading.enumerate() if thread.name == f"fetch {what}"), None)
+    assert fetch is not None
+    assert fetch.daemon, "the end of the process must not wait for it"
     release.set()
-    fetch = next((thread for thread in threading.enumerate() if thread.name == "fetch model"), None)
-    if fetch is not None:
-        await asyncio.to_thread(fetch.join, 60)
+    await asyncio.to_thread(fetch.join, 60)
     assert started == []
