@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -27,7 +26,7 @@ from loraplex import logs
 from loraplex.adapters.merging.wish import MergeWish
 from loraplex.adapters.source import AdapterSource
 from loraplex.errors import LoraplexError, RequestAbortedError, error_from_payload
-from loraplex.processes.environment import child_environment
+from loraplex.processes.environment import child_environment, leave_to_parent
 
 if TYPE_CHECKING:
     from loraplex.adapters.merging.merge import MergePlan
@@ -161,7 +160,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def main() -> None:
     _lower_priority(STARTING_PRIORITY)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_parent()
     logs.configure_from(sys.argv[1:])
     import torch
 

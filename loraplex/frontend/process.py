@@ -18,6 +18,7 @@ import zmq
 
 from loraplex import logs
 from loraplex.errors import EngineError, LoraplexError
+from loraplex.processes.environment import leave_to_parent
 
 logger = logging.getLogger("loraplex.frontend.process")
 
@@ -42,8 +43,7 @@ def _remove(address: str) -> None:
 
 
 def main(address: str) -> int:
-    for each in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a closed terminal are the server's; it says Shutdown
-        signal.signal(each, signal.SIG_IGN)
+    leave_to_parent()  # which says Shutdown
     threading.Thread(target=_end_with_parent, args=(address,), name="parent-watch", daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from loraplex.errors import InvalidRequestError, LoraplexError
-from loraplex.processes.environment import OUTSIDE_SIGNALS, child_environment
+from loraplex.processes.environment import OUTSIDE_SIGNALS, child_environment, leave_to_parent
 from loraplex.processes.fair_turns import FairTurns
 
 NUM_PROCESSES = 2
@@ -201,7 +201,7 @@ def answer_questions(work: BoundedWork, answer: Callable[[Any], str]) -> None:
     _limit(own_bytes + work.growth_bytes)
     os.nice(NICENESS)  # it does not keep a core from the server
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_parent()
     is_full = False
     while not is_full and (data := _read(sys.stdin.buffer, sys.maxsize)) is not None:
         signal.setitimer(signal.ITIMER_PROF, work.cpu_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
@@ -25,6 +24,7 @@ from loraplex.kernels.plan import SlotTable
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model, read_merged
+from loraplex.processes.environment import leave_to_parent
 from loraplex.ranks.messages import Join, Logits, Receiver, Step, UseMemory, meet, shared_tensor
 
 LEADERS_PIPE = 0
@@ -113,8 +113,7 @@ def _with_memory(
 
 
 def main(arena_file: int, mailbox: int, board: int) -> int:
-    for each in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a closed terminal are the server's
-        signal.signal(each, signal.SIG_IGN)
+    leave_to_parent()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     receiver = Receiver(mailbox, LEADERS_PIPE)

@@ -101,6 +101,19 @@ async def read_to_the_end(stream: AsyncIterator[RequestOutput]) -> RequestOutput
         return error
 
 
+async def test_a_signal_to_all_processes_of_a_service_is_the_servers(mortal: Client) -> None:
+    """systemd and some container runtimes send it to each: the engine ended at once, and nothing was drained."""
+    pid = mortal.engine.engine_pid
+    assert pid is not None
+    stream = mortal.long(max_tokens=256)
+    await first(stream)
+    for which in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, which)
+    assert len((await rest(stream))[-1].outputs[0].token_ids) == 256
+    assert await mortal.ask("banana bread=")
+    assert mortal.engine.engine_pid == pid
+
+
 async def test_after_a_death_every_request_is_answered_and_the_engine_comes_back(mortal: Client) -> None:
     engine = mortal.engine
     before = await answers(mortal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +29,14 @@ def test_a_process_answers_many_questions(processes: BoundedProcesses) -> None:
     assert processes.ask({"a": [1, 2.5, None]}) == b"{'a': [1, 2.5, None]}"
     assert processes.ask("") == b""
     assert processes.ask("pid") == processes.ask("pid")
+
+
+def test_a_signal_to_all_processes_of_a_service_is_the_servers(processes: BoundedProcesses) -> None:
+    pid = processes.ask("pid")
+    assert pid is not None
+    for which in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(int(pid), which)
+    assert processes.ask("pid") == pid
 
 
 @pytest.mark.parametrize("question", ["abort", "read address 0", "loop", "allocate", "fail", "write too much"])

@@ -50,8 +50,8 @@ async def test_each_that_waits_gets_the_exit_code() -> None:
     child.make()
     assert child.pid is not None
     try:
-        os.kill(child.pid, signal.SIGTERM)
-        assert [await child.wait(), await child.wait()] == [-signal.SIGTERM] * 2
+        os.kill(child.pid, signal.SIGKILL)
+        assert [await child.wait(), await child.wait()] == [-signal.SIGKILL] * 2
     finally:
         child.end()
 

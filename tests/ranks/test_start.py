@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from loraplex.config import EngineConfig
@@ -51,6 +52,20 @@ def test_a_rank_that_is_stopped_while_it_starts_ends_with_its_leader(zoo: ModelZ
 
 def does_import_torch(process: psutil.Process) -> bool:
     return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_a_rank_leaves_signals_to_the_server(zoo: ModelZoo) -> None:
+    """A rank that ends ends the engine, and with it requests that the server would let finish."""
+    base = str(zoo.base("qwen2"))
+    config = EngineConfig(model=base, tensor_parallel_size=2, num_threads=1, lora_backend="torch")
+    leader = LeadingRank(config, base, 1, get_backend("torch", torch.device("cpu")))
+    try:
+        (rank,) = leader._processes
+        rank.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.5)
+    finally:
+        leader.close()
 
 
 def test_a_rank_outlives_the_thread_that_started_it(zoo: ModelZoo) -> None:
