@@ -4,6 +4,9 @@ What the replica refuses is said in the log once and given up: its files are not
 another content than the other replicas loaded. (The router's key is an operator's: a tenant may have put a link to
 another one's adapter there.) What does not come about for another reason is tried again. Meanwhile the requests for
 those adapters go to other replicas.
+
+A name that was switched is loaded with its own weights, from before the switch, only when what answers for it is there,
+and is unloaded again where the switch is refused: no request gets the weights that it was switched away from.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import msgspec
 
 from loraplex.router.connection import Headers
-from loraplex.router.exchange import Outcome, path_of, send, typed
+from loraplex.router.exchange import Outcome, look, path_of, send, typed
 from loraplex.router.names import Card
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import clipped
@@ -47,7 +50,7 @@ async def _is_done(replica: Replica, name: str, card: Card | None) -> bool:
     if outcome.is_done or (card is None and outcome.status == 404):
         replica.names.change(name, card)
         return True
-    if outcome.status in PASSING or outcome.status >= 500:
+    if _is_passing(outcome):
         return False
     del replica.names.to_do[name]
     what = "unloaded" if card is None else "loaded again"
@@ -56,15 +59,30 @@ async def _is_done(replica: Replica, name: str, card: Card | None) -> bool:
     return False
 
 
+def _is_passing(outcome: Outcome) -> bool:
+    return outcome.status in PASSING or outcome.status >= 500
+
+
 async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
     headers = replica.own_headers
     if card is None:
         return await send("DELETE", path_of(name), headers, b"", replica)
+    if card.alias_of is None:
+        return await load_again(replica, name, card, headers)
+    if card.alias_of in replica.names.to_do:
+        return Outcome(replica, 0, reason=f"{clipped(card.alias_of)!r} is not there yet")
+    target = await look(replica, path_of(card.alias_of), headers)
+    if not target.is_done:
+        return target
     loaded = await load_again(replica, name, card, headers)
-    if card.alias_of is None or not loaded.is_done:
+    if not loaded.is_done:
         return loaded
     body = msgspec.json.encode({"old": name, "new": card.alias_of})
-    return await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
+    switched = await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
+    if switched.is_done or _is_passing(switched):
+        return switched
+    unloaded = await send("DELETE", path_of(name), headers, b"", replica)
+    return switched if unloaded.is_done else unloaded
 
 
 async def load_again(replica: Replica, name: str, card: Card, headers: Headers) -> Outcome:

@@ -12,12 +12,13 @@ import pytest
 
 from loraplex.adapters.registry import DatabaseHealth, DatabaseState
 from loraplex.errors import AdapterPathNotFoundError
-from loraplex.router import fleet, restoring, watching
+from loraplex.router import exchange, fleet, restoring, watching
 from loraplex.testing.fake_engine import FakeHealth
 from tests.router.parts import FakeReplica, Router, completion, replicas, router
 from tests.router.test_verbs import HEADER, NEW, cards, with_other
 
 ADMIN, CLIENT = "a" * 32, "k" * 32
+NO_PATH = AdapterPathNotFoundError("no such path: /adapters/sql")
 
 
 @pytest.fixture(autouse=True)
@@ -101,9 +102,7 @@ async def test_what_cannot_be_loaded_again_is_said_and_given_up(caplog: pytest.L
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
         await a.kill()
         await front.until(lambda: front.fleet.num_open == 1)
-        start = a.start_empty
-        a.start_empty = _with_error(a, start)  # type: ignore[method-assign]
-        await a.start_empty()
+        await _with_error(a, NO_PATH)()
         await until_health(front, available=2, restoring=0, differing=1)
         assert set(await cards(a)) == {"chat"}
         assert f"adapter 'sql' could not be loaded again at replica {a.name}" in caplog.text
@@ -115,6 +114,64 @@ async def test_what_cannot_be_loaded_again_is_said_and_given_up(caplog: pytest.L
         assert (await front.client.delete("/v1/adapters/sql")).status_code == 200, "where it is"
         assert "sql" not in await cards(b)
         await until_health(front, differing=0)
+
+
+async def with_alias(a: FakeReplica, front: Router, start: Any) -> None:
+    """`chat` means `sql`, and the first replica begins again."""
+    await front.client.post("/v1/adapters/switch", json={"old": "chat", "new": "sql"})
+    await a.kill()
+    await front.until(lambda: front.fleet.num_open == 1)
+    await start()
+
+
+async def test_a_switched_name_waits_for_what_answers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was loaded with its weights from before the switch, and served with them when the switch found no target."""
+    sent: list[str] = []
+    load_again = restoring.load_again
+
+    async def load(replica: Any, name: str, *rest: Any) -> Any:
+        sent.append(name)
+        return await load_again(replica, name, *rest)
+
+    monkeypatch.setattr(restoring, "load_again", load)
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await with_alias(a, front, _with_error(a, _Once(asyncio.Event())))
+        await front.until(lambda: sent.count("sql") > 1)
+        assert not await cards(a)
+        assert (await health(front))["restoring"] == 2
+        a.engine.errors_by_path.clear()
+        await until_health(front, restoring=0)
+        assert await cards(a) == await cards(b)
+
+
+async def test_a_switched_name_is_given_up_with_what_answers_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await with_alias(a, front, _with_error(a, NO_PATH))
+        await until_health(front, available=2, restoring=0, differing=2)
+        assert not await cards(a)
+        assert f"adapter 'chat' could not be loaded again at replica {a.name}" in caplog.text
+        for _ in range(3):
+            answer = await front.client.post("/v1/completions", json=completion("chat"))
+            assert answer.json()["choices"][0]["text"] == "[sql] "
+        assert len(b.engine.requests) == 3
+
+
+async def test_a_name_whose_switch_is_refused_does_not_stay_with_its_own_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What answers for it may be unloaded at the last moment."""
+    send = restoring.send
+
+    async def refuse(method: str, target: bytes, headers: Any, body: bytes, replica: Any) -> Any:
+        if target == b"/v1/adapters/switch":
+            return exchange.Outcome(replica, 404)
+        return await send(method, target, headers, body, replica)
+
+    monkeypatch.setattr(restoring, "send", refuse)
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await with_alias(a, front, a.start_empty)
+        await until_health(front, available=2, restoring=0, differing=1)
+        assert set(await cards(a)) == {"sql"}
 
 
 @pytest.mark.parametrize("part", ["weights", "text"])
@@ -144,11 +201,9 @@ def _with_other_content(replica: FakeReplica, part: str) -> Any:
     return started
 
 
-def _with_error(replica: FakeReplica, start: Any) -> Any:
+def _with_error(replica: FakeReplica, error: Any) -> Any:
     async def started() -> None:
-        replica.engine = type(replica.engine)(
-            errors_by_path={"/adapters/sql": AdapterPathNotFoundError("no such path: /adapters/sql")}
-        )
+        replica.engine = type(replica.engine)(errors_by_path={"/adapters/sql": error})
         await replica.start()
 
     return started
