@@ -51,6 +51,7 @@ REPLICAS_HEADER = "X-Loraplex-Replicas"
 """Of a verb: the names of the replicas that it is for. Of an answer: of those that it is from."""
 
 MAX_ANSWER_BYTES = 2**20
+KEY_REFUSALS = frozenset({"admin_key_required", "role_required"})
 LOOK_TIMEOUT_S = 10.0
 """For what a replica says of itself."""
 
@@ -115,12 +116,18 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        if self.reason:
-            return self.reason
+        return self.reason or self._of_error("message") or self.body[:200].decode(errors="replace")
+
+    @property
+    def is_of_key(self) -> bool:
+        """Whether the key is refused, whatever is asked for with it."""
+        return self.status == 401 or (self.status == 403 and self._of_error("code") in KEY_REFUSALS)
+
+    def _of_error(self, field: str) -> str:
         try:
-            return str(msgspec.json.decode(self.body)["error"]["message"])
+            return str(msgspec.json.decode(self.body)["error"][field] or "")
         except (*UNREADABLE, KeyError, TypeError):
-            return self.body[:200].decode(errors="replace")
+            return ""
 
 
 async def send(

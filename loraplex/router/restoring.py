@@ -2,8 +2,8 @@
 
 What the replica refuses is said in the log once and given up: its files are not there, are no adapter any more, or have
 another content than the other replicas loaded. (The router's key is an operator's: a tenant may have put a link to
-another one's adapter there.) What does not come about for another reason is tried again. Meanwhile the requests for
-those adapters go to other replicas.
+another one's adapter there.) What does not come about for another reason is tried again: all of it, where the replica
+takes the key no longer. Meanwhile the requests for those adapters go to other replicas.
 
 A name that was switched is loaded with its own weights, from before the switch, only when what answers for it is there,
 and is unloaded again where the switch is refused: no request gets the weights that it was switched away from.
@@ -32,27 +32,36 @@ PASSING = frozenset({0, 408, 425, 429})
 async def restore(replica: Replica) -> None:
     """Until nothing is left to do, or the replica is away."""
     names = replica.names
-    num_done = 0
+    num_done, is_said = 0, False
     while names.to_do and replica.is_ready:
         for name, card in names.in_order():
             async with replica.verb_turns.of("the router"):
                 if not replica.is_ready or name not in names.to_do or names.to_do[name] is not card:
                     continue  # a client's verb came between
-                num_done += await _is_done(replica, name, card)
+                outcome = await _make(replica, name, card)
+                if not outcome.is_of_key:
+                    num_done += _is_done(replica, name, card, outcome)
+                    continue
+            if not is_said:
+                text = "replica %s no longer takes the router's key, %d adapters are not restored until it does: %s"
+                _log.error(text, replica.name, len(names.to_do), clipped(outcome.message))
+            is_said = True
+            break
         if names.to_do:
             await asyncio.sleep(RETRY_S)
     if num_done:
         _log.info("replica %s has %d adapters as before: it was started again or away", replica.name, num_done)
 
 
-async def _is_done(replica: Replica, name: str, card: Card | None) -> bool:
-    outcome = await _make(replica, name, card)
+def _is_done(replica: Replica, name: str, card: Card | None, outcome: Outcome) -> bool:
     if outcome.is_done or (card is None and outcome.status == 404):
         replica.names.change(name, card)
         return True
     if _is_passing(outcome):
         return False
-    del replica.names.to_do[name]
+    if replica.names.to_do.get(name) is not card:
+        return False  # what it is to be was learned anew meanwhile
+    replica.names.to_do.pop(name, None)
     what = "unloaded" if card is None else "loaded again"
     text = "adapter %r could not be %s at replica %s, requests for it go to the others: %s"
     _log.error(text, clipped(name), what, replica.name, clipped(outcome.message))

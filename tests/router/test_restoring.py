@@ -4,6 +4,7 @@ stays, and what differs is said."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 from loraplex.adapters.registry import DatabaseHealth, DatabaseState
 from loraplex.errors import AdapterPathNotFoundError
 from loraplex.router import exchange, fleet, restoring, watching
+from loraplex.router.names import Card
+from loraplex.router.replica import Replica
+from loraplex.router.settings import RouteSettings
 from loraplex.testing.fake_engine import FakeHealth
-from tests.router.parts import FakeReplica, Router, completion, replicas, router
+from tests.router.parts import SETTINGS, FakeReplica, Router, completion, replicas, router
 from tests.router.test_verbs import HEADER, NEW, cards, with_other
 
 ADMIN, CLIENT = "a" * 32, "k" * 32
@@ -172,6 +176,52 @@ async def test_a_name_whose_switch_is_refused_does_not_stay_with_its_own_weights
         await with_alias(a, front, a.start_empty)
         await until_health(front, available=2, restoring=0, differing=1)
         assert set(await cards(a)) == {"sql"}
+
+
+Answers = list[Callable[[Replica], tuple[int, bytes]]]
+
+
+async def restored(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> tuple[Replica, int]:
+    """A replica that is to load `sql`, after its answers to that; and how many there were."""
+    replica, num_sent = Replica("a", "http://127.0.0.1:1", RouteSettings(**SETTINGS)), 0
+    replica.is_ready = True
+    replica.names.to_do = {"sql": Card("sql", "/adapters/sql")}
+
+    async def send(*arguments: Any) -> exchange.Outcome:
+        nonlocal num_sent
+        num_sent += 1
+        return exchange.Outcome(replica, *answers.pop(0)(replica))
+
+    monkeypatch.setattr(restoring, "send", send)
+    await restoring.restore(replica)
+    return replica, num_sent
+
+
+async def test_a_key_that_is_refused_takes_nothing_from_what_is_to_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was rotated at the replica alone lost all of it, one name after the other, each with a line."""
+    of_role = b'{"error": {"message": "no admin", "code": "admin_key_required"}}'
+    answers: Answers = [lambda _: (401, b"{}"), lambda _: (403, of_role), lambda _: (200, b"{}")]
+    replica, num_sent = await restored(monkeypatch, answers)
+    assert (replica.names.to_do, num_sent) == ({}, 3)
+    assert caplog.text.count("no longer takes the router's key") == 1
+    assert "could not be loaded" not in caplog.text
+
+
+async def test_what_was_learned_while_a_load_was_refused_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb took the name out of what is to be done: the restoring ended in a KeyError."""
+
+    def learn(replica: Replica) -> tuple[int, bytes]:
+        replica.names.to_do = {"sql": Card("sql", "/adapters/other")}
+        return 400, b"{}"
+
+    def owe(replica: Replica) -> tuple[int, bytes]:
+        replica.names.owe("sql", None)
+        return 400, b"{}"
+
+    replica, num_sent = await restored(monkeypatch, [learn, owe])
+    assert (replica.names.to_do, num_sent) == ({}, 2)
 
 
 @pytest.mark.parametrize("part", ["weights", "text"])
