@@ -27,10 +27,11 @@ from loraplex.router.metrics import RouterMetrics
 from loraplex.router.needs import needs_of, tenant_of
 from loraplex.routing import Needs
 from loraplex.serve.exchange import REPLICA_HEADER, Call, Head
+from loraplex.serve.places import Places
 from loraplex.server.access import Access, check_access
 from loraplex.server.api_error import ApiError, clipped, error_response
 from loraplex.server.app import add_middleware
-from loraplex.server.auth import KeyRing, caller_of, client_of, credential_of
+from loraplex.server.auth import ANONYMOUS, KeyRing, caller_of, client_of, credential_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
@@ -56,6 +57,15 @@ class Fleet(Protocol):
 
     @property
     def num_running(self) -> int: ...
+    @property
+    def num_places(self) -> int:
+        """Requests that they have of this front before one client's further ones wait."""
+        ...
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait in front of them."""
+        ...
 
     def send(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
         """A head, and then the body. Raises ReplicaLostError, EngineOverloadedError. Closing it ends the request."""
@@ -69,6 +79,7 @@ class Ingress:
         self._base_names = frozenset(config.served_model_names)
         self._metrics = metrics
         self._off_loop = OffLoop()
+        self._places = Places(fleet.max_waiting)
         self._name = new_request_id()
 
     def routes(self) -> list[Route]:
@@ -104,15 +115,24 @@ class Ingress:
                 needs = read() if is_short else await self._off_loop.run(client_of(request), read, len(body))
         if not self._fleet.num_running:
             raise _no_replica()
-        return Passed(self._fleet, self._metrics, request, _call(self._name, request, body, needs))
+        place = self._places.of(_account(request), self._fleet.num_places)
+        return Passed(self._fleet, place, self._metrics, request, _call(self._name, request, body, needs))
 
 
 class Passed(Response):
-    """The answer of a replica to a call, whose body has been read."""
+    """The answer of a replica to a call, whose body has been read, once it has a place."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, request: Request, call: Call) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        place: contextlib.AbstractAsyncContextManager[None],
+        metrics: RouterMetrics,
+        request: Request,
+        call: Call,
+    ) -> None:
         super().__init__()
         self._fleet = fleet
+        self._place = place
         self._metrics = metrics
         self._request = request
         self._call = call
@@ -134,7 +154,7 @@ class Passed(Response):
             await send({"type": "http.response.body", "body": error_event(scope["path"], _lost(error))})
 
     async def _pass_on(self, send: Send) -> None:
-        async with contextlib.aclosing(self._fleet.send(self._call)) as parts:
+        async with self._place, contextlib.aclosing(self._fleet.send(self._call)) as parts:
             async for part in parts:
                 if isinstance(part, Head):
                     self._head = part
@@ -187,6 +207,12 @@ class Watch:
 
 
 _JSON = "application/json"
+
+
+def _account(request: Request) -> str:
+    """What its places are counted for. Requests without a key have one account, whatever their addresses, where others
+    have keys."""
+    return ANONYMOUS.fingerprint if caller_of(request) is ANONYMOUS else client_of(request) or "no address"
 
 
 def _call(front: str, request: Request, body: bytes, needs: Needs) -> Call:

@@ -21,6 +21,7 @@ from loraplex.serve.replica import Replica, server_of_replica
 from loraplex.serve.settings import RayConfig
 from loraplex.server.auth import KeyRing
 from loraplex.server.connections import Connections
+from loraplex.tenants.fair_limit import MOST_OF_LIMIT
 
 ENGINES = "engines"
 FIGURES_EVERY_S = 1.0
@@ -66,15 +67,22 @@ class EngineReplica:
 
 
 class RayFleet:
-    """The replicas behind a handle."""
+    """The replicas behind a handle. num_fronts: that share their places."""
 
-    def __init__(self, handle: DeploymentHandle, watch: Watch) -> None:
+    def __init__(self, handle: DeploymentHandle, watch: Watch, config: RayConfig, num_fronts: int = 1) -> None:
         self._handle = handle.options(method_name="answer", stream=True)
         self._watch = watch
+        self._num_of_replica = config.ray.ray_replica_requests
+        self._num_fronts = num_fronts
+        self.max_waiting = config.engine.max_waiting_requests
 
     @property
     def num_running(self) -> int:
         return self._watch.num_running
+
+    @property
+    def num_places(self) -> int:
+        return max(1, self.num_running * self._num_of_replica // self._num_fronts)
 
     async def send(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
         parts = self._handle.remote(call)
@@ -117,7 +125,7 @@ def engines(config: RayConfig) -> serve.Application:
     deployment = serve.deployment(
         name=ENGINES,
         ray_actor_options=options,
-        max_ongoing_requests=ray_settings.ray_replica_requests,
+        max_ongoing_requests=MOST_OF_LIMIT * ray_settings.ray_replica_requests,
         max_queued_requests=config.engine.max_waiting_requests,
         max_constructor_retry_count=START_TRIES,
         graceful_shutdown_timeout_s=server.shutdown_grace_s + LAST_WORDS_S,
@@ -162,21 +170,22 @@ def _scale(config: RayConfig) -> dict[str, Any]:
 def application(config: RayConfig) -> serve.Application:
     """The engines with an ingress. Raises ConfigError."""
     config.check_behind_proxies()
-    server = config.server
+    server, num_ingresses = config.server, min(NUM_INGRESSES, config.ray.ray_min_replicas)
+    num_places = config.ray.max_replicas * config.ray.ray_replica_requests
 
     def build() -> Any:
         name = serve.get_replica_context().app_name
         watch = Watch(lambda: count_running(name))
         watching = asyncio.ensure_future(watch.run())
-        fleet = RayFleet(serve.get_deployment_handle(ENGINES, name), watch)
+        fleet = RayFleet(serve.get_deployment_handle(ENGINES, name), watch, config, num_ingresses)
         app = create_ingress(fleet, server, Connections(server, 1), KeyRing.of(server, open_tenants(server)))
         app.state.watching = watching  # the loop has weak references alone
         return app
 
     ingress = serve.deployment(
         name="ingress",
-        num_replicas=min(NUM_INGRESSES, config.ray.ray_min_replicas),
-        max_ongoing_requests=config.ray.max_replicas * config.ray.ray_replica_requests + 1000,
+        num_replicas=num_ingresses,
+        max_ongoing_requests=MOST_OF_LIMIT * (num_places + config.engine.max_waiting_requests) + 1000,
         graceful_shutdown_timeout_s=server.shutdown_grace_s + LAST_WORDS_S,
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": 0.1},

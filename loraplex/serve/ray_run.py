@@ -76,7 +76,7 @@ def _engines(config: RayConfig) -> Iterator[Callable[[], tuple[Fleet, Watch]]]:
 
             def front() -> tuple[Fleet, Watch]:
                 watch = Watch(lambda: ray_application.count_running(name))
-                return ray_application.RayFleet(handle, watch), watch
+                return ray_application.RayFleet(handle, watch, config), watch
 
             yield front
         finally:

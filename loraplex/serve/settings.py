@@ -63,7 +63,7 @@ class RaySettings:
         "choice of a replica: latency (least estimated time to the first token), pack (the busiest that has room), "
         "spread (the shortest queue)",
     )
-    ray_replica_requests: int = setting(256, "most requests of a replica; further ones wait in front of it")
+    ray_replica_requests: int = setting(256, "requests of a replica; a client's further ones wait in front of it")
     ray_num_cpus: float = setting(1.0, "CPUs that a replica reserves in the cluster")
     ray_num_gpus: float = setting(0.0, "GPUs that a replica reserves in the cluster; it sees no other ones")
 
@@ -81,6 +81,9 @@ class RaySettings:
             (bool(self.ray_application), "ray_application is empty; give a name, or leave it out"),
             (self.ray_address != "", "ray_address is empty; give host:port, ray://host:port or auto, or leave it out"),
         ]
+        is_reached = most == self.ray_min_replicas or self.ray_target_requests < self.ray_replica_requests
+        text = "ray_target_requests must be below ray_replica_requests, since Serve does not count requests that wait"
+        checks.append((is_reached, f"{text}; got {self.ray_target_requests:g} and {self.ray_replica_requests}"))
         for name in ("ray_upscale_delay_s", "ray_downscale_delay_s", "ray_num_cpus", "ray_num_gpus"):
             checks.append((0 <= getattr(self, name) < inf, f"{name} must be >= 0, got {getattr(self, name)}"))
         for name in ("ray_target_requests", "ray_target_first_token_s"):

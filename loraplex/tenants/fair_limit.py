@@ -7,10 +7,13 @@ from collections import Counter
 SHARE = 8
 """A tenant finds a place for 1/SHARE of the limit when it is reached, until twice the limit is held in all."""
 
+MOST_OF_LIMIT = 2
+"""Times the limit: the most that all hold together."""
+
 
 def has_room(limit: int, total: int, tenant: str, own: int) -> bool:
     """Whether all may hold so much, `own` of it a tenant; the amount that is asked for is in both."""
-    return total <= limit or (tenant != "" and own <= max(1, limit // SHARE) and total <= 2 * limit)
+    return total <= limit or (tenant != "" and own <= max(1, limit // SHARE) and total <= MOST_OF_LIMIT * limit)
 
 
 class FairLimit:

@@ -34,8 +34,13 @@ class LocalFleet:
         self.replicas = [Replica(f"r{number}", engine, config) for number, engine in enumerate(self.engines)]
         self.calls: list[Call] = []
         self.num_running = count
+        self.max_waiting = config.engine.max_waiting_requests
         self.error: Exception | None = None
         self.is_error_late = False
+
+    @property
+    def num_places(self) -> int:
+        return self.num_running * self.config.ray.ray_replica_requests
 
     async def send(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
         self.calls.append(call)
@@ -55,10 +60,10 @@ class LocalFleet:
 
 @contextlib.asynccontextmanager
 async def ingress(
-    count: int = 1, ray: RaySettings | None = None, **server: Any
+    count: int = 1, ray: RaySettings | None = None, max_waiting_requests: int = 4096, **server: Any
 ) -> AsyncIterator[tuple[Starlette, LocalFleet]]:
     config = RayConfig(
-        engine=EngineConfig(model="demo"),
+        engine=EngineConfig(model="demo", max_waiting_requests=max_waiting_requests),
         server=ServerConfig(served_model_names=("demo",), disable_dynamic_loading=count > 1, **server),
         ray=ray or RaySettings(ray_min_replicas=count),
     )

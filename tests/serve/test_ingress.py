@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -222,6 +223,79 @@ async def test_a_client_that_goes_away_ends_its_request(front: tuple[Starlette, 
         await until(lambda: engine.num_running == 0)
         engine.resume()
         await asyncio.gather(call.task, return_exceptions=True)
+
+
+KEYS = ("a-key-of-sixteen", "b-key-of-sixteen")
+
+
+@contextlib.asynccontextmanager
+async def crowded(app: Starlette, fleet: LocalFleet, key: str) -> AsyncIterator[list[AsgiCall]]:
+    """Streams of a client: four that have the four places, two that wait."""
+    fleet.engines[0].hold(after_tokens=2)
+    body, headers = {**COMPLETION, "stream": True}, {"authorization": f"Bearer {key}"}
+    streams = [AsgiCall(app, "/v1/completions", body, headers=headers) for _ in range(6)]
+    await until(lambda: len(fleet.calls) == 4)
+    try:
+        yield streams
+    finally:
+        fleet.engines[0].resume()
+        for stream in streams:
+            stream.disconnect()
+        await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
+
+
+@pytest.fixture
+async def narrow() -> AsyncIterator[tuple[Starlette, LocalFleet]]:
+    """Four places, and two that wait."""
+    async with ingress(ray=RaySettings(ray_replica_requests=4), max_waiting_requests=2, api_keys=KEYS) as made:
+        yield made
+
+
+async def test_a_client_that_has_all_places_leaves_others_theirs(narrow: tuple[Starlette, LocalFleet]) -> None:
+    """Serve's queue is first come, first served: a short request waited for the streams of another client to end, and
+    for those that waited in front of it."""
+    app, fleet = narrow
+    async with crowded(app, fleet, KEYS[0]), client_of(app) as client:
+        for path in ("/v1/models", "/version"):
+            assert (await client.get(path, headers=bearer(KEYS[1]))).status_code == 200
+        assert (await client.get("/version")).status_code == 200
+        assert len(fleet.calls) == 7
+        refused = await client.post("/v1/completions", json=COMPLETION, headers=bearer(KEYS[0]))
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "overloaded_error")
+        assert "2 requests wait for a place in a replica, and 2 are the limit" in refused.json()["error"]["message"]
+        other = asyncio.ensure_future(client.post("/v1/completions", json=COMPLETION, headers=bearer(KEYS[1])))
+        await until(lambda: fleet.engines[0].num_running == 5)
+        fleet.engines[0].resume()
+        assert (await other).status_code == 200
+
+
+async def test_a_place_that_is_free_is_for_the_client_that_has_fewest(narrow: tuple[Starlette, LocalFleet]) -> None:
+    app, fleet = narrow
+    async with crowded(app, fleet, KEYS[0]) as streams, client_of(app) as client:
+        bodies = [{**COMPLETION, "prompt": f"own {number}"} for number in range(2)]
+        own = [
+            asyncio.ensure_future(client.post("/v1/completions", json=each, headers=bearer(KEYS[1]))) for each in bodies
+        ]
+        await until(lambda: len(fleet.calls) == 5)  # one has its client's share, the other one waits
+        streams[0].disconnect()
+        await until(lambda: len(fleet.calls) == 5 and fleet.engines[0].num_running == 4)
+        streams[1].disconnect()
+        await until(lambda: len(fleet.calls) == 6)
+        assert b"own" in fleet.calls[-1].body
+        fleet.engines[0].resume()
+        assert [answer.status_code for answer in await asyncio.gather(*own)] == [200, 200]
+
+
+async def test_one_that_leaves_while_it_waits_leaves_no_trace(narrow: tuple[Starlette, LocalFleet]) -> None:
+    app, fleet = narrow
+    async with crowded(app, fleet, KEYS[0]) as streams, client_of(app) as client:
+        for stream in streams[4:]:
+            stream.disconnect()
+        await asyncio.gather(*(stream.task for stream in streams[4:]), return_exceptions=True)
+        waits = asyncio.ensure_future(client.get("/v1/models", headers=bearer(KEYS[0])))
+        streams[0].disconnect()
+        assert (await waits).status_code == 200
+        assert len(fleet.calls) == 5
 
 
 async def test_log_probabilities_in_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,10 @@ def test_a_mapping_of_a_file_is_the_same_configuration(monkeypatch: pytest.Monke
         ({"model": "m", "ray": {"ray_min_replicas": 0}}, "least <= most"),
         ({"model": "m", "ray": {"ray_policy": "random"}}, "ray_policy must be one of"),
         ({"model": "m", "ray": {"ray_target_requests": 0.0}}, "ray_target_requests must be > 0"),
+        (
+            {"model": "m", "ray": {"ray_max_replicas": 2, "ray_replica_requests": 32}},
+            "ray_target_requests must be below ray_replica_requests",
+        ),
         ({"model": "m", "ray": {"ray_max_late_share": 1.0}}, "ray_max_late_share"),
         ({"model": "m", "ray": {"ray_application": ""}}, "ray_application is empty"),
         ({"model": "m", "lora_modules": ["a=x", "a=y"]}, "given twice"),
