@@ -112,7 +112,7 @@ class Ingress:
         if request.method == "POST" and path in INFERENCE_PATHS:
             read, is_short = partial(needs_of, body, authorization, self._base_names), len(body) <= SHORT_BODY_BYTES
             with contextlib.suppress(ApiError):  # of the body: the replica refuses it, in its own words
-                needs = read() if is_short else await self._off_loop.run(client_of(request), read, len(body))
+                needs = read() if is_short else await self._off_loop.run_for(request, read, len(body))
         if not self._fleet.num_running:
             raise _no_replica()
         place = self._places.of(_account(request), self._fleet.num_places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,7 +20,8 @@ from starlette.applications import Starlette
 
 from loraplex.adapters.journal.postgres_journal import PostgresJournal
 from loraplex.errors import EngineError, EngineOverloadedError, JournalError
-from loraplex.routing import prefix_digests
+from loraplex.routing import Needs, prefix_digests
+from loraplex.serve import ingress as serve_ingress
 from loraplex.serve import ray_run
 from loraplex.serve.exchange import REPLICA_HEADER
 from loraplex.serve.ingress import ReplicaLostError, Watch, open_tenants
@@ -27,6 +29,8 @@ from loraplex.serve.scaling import LATE_SHARE
 from loraplex.serve.settings import RaySettings
 from loraplex.server import ServerConfig, bind, connections, generation
 from loraplex.server.app import create_app
+from loraplex.server.body import SHORT_BODY_BYTES
+from loraplex.server.off_loop import MAX_THREADS
 from loraplex.tenants.records import Role, TenantTable
 from loraplex.tenants.store import TenantStore, open_store
 from loraplex.testing import FakeAsyncEngine
@@ -296,6 +300,34 @@ async def test_one_that_leaves_while_it_waits_leaves_no_trace(narrow: tuple[Star
         streams[0].disconnect()
         assert (await waits).status_code == 200
         assert len(fleet.calls) == 5
+
+
+async def test_a_long_body_whose_client_has_gone_is_not_read(
+    front: tuple[Starlette, LocalFleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read in its turn, before bodies of clients that are there, and sent to a replica."""
+    release, read = threading.Event(), list[str]()
+
+    def needs_of(body: bytes, *arguments: Any) -> Needs:
+        release.wait(60)
+        read.append(json.loads(body)["user"])
+        return Needs()
+
+    monkeypatch.setattr(serve_ingress, "needs_of", needs_of)
+    app, fleet = front
+    body = {**COMPLETION, "prompt": "x" * SHORT_BODY_BYTES}
+    names = [f"user {number}" for number in range(MAX_THREADS + 1)]  # the last one waits for a thread
+    calls = [AsgiCall(app, "/v1/completions", {**body, "user": name}) for name in names]
+    try:
+        await asyncio.sleep(0.01)
+        calls[-1].disconnect()
+        async with asyncio.timeout(30):
+            await asyncio.wait((calls[-1].task,))
+    finally:
+        release.set()
+    await asyncio.gather(*(call.task for call in calls))
+    assert sorted(read) == sorted(names[:-1])
+    assert len(fleet.calls) == MAX_THREADS
 
 
 async def test_log_probabilities_in_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
