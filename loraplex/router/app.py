@@ -73,9 +73,8 @@ class Inference:
             return refusal
         body = await read_body(request, self._settings.max_body_bytes)
         read = partial(needs_of, body, credential_of(request.headers), self._fleet.base_names)
-        needs = (
-            read() if len(body) <= SHORT_BODY_BYTES else await self._off_loop.run(address_of(request), read, len(body))
-        )
+        client = self._keys.account(request.headers) or address_of(request)
+        needs = read() if len(body) <= SHORT_BODY_BYTES else await self._off_loop.run(client, read, len(body))
         return Relayed(self._fleet, self._keys, self._metrics, request, body, needs, self._settings.max_attempts)
 
     async def show_model(self, request: Request) -> Response:
@@ -120,11 +119,11 @@ def create_router_app(
     settings: RouteSettings,
     config: ServerConfig,
     connections: Connections,
+    keys: Keys,
     tracing: Tracing | None = None,
 ) -> Starlette:
     """The application. It neither starts nor ends the fleet."""
     metrics, off_loop = RouterMetrics(fleet.replicas, connections, lambda: fleet.num_differing), OffLoop()
-    keys = Keys(fleet, settings.connect_timeout_s)
     inference = Inference(fleet, metrics, settings, off_loop, keys)
     own = Own(fleet, metrics, keys if settings.guard_metrics else None)
     lists, verbs = Lists(fleet, keys, off_loop), AdapterVerbs(fleet, keys, settings.max_upload_bytes)

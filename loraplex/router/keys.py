@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from starlette.datastructures import Headers as RequestHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +26,8 @@ from loraplex.router.needs import tenant_of
 from loraplex.routing import Needs
 from loraplex.routing.known import Known
 from loraplex.server.api_error import ApiError
-from loraplex.server.auth import TENANT_HEADER, address_of, credential_of
+from loraplex.server.auth import KEYLESS, TENANT_HEADER, Caller, address_of, credential_of
+from loraplex.tenants.records import Role
 
 MAX_KNOWN_KEYS = 65_536
 MAX_SERVED = 262_144
@@ -96,6 +98,20 @@ class Keys:
         """A replica has served the client with the adapter."""
         if needs.adapter is not None:
             self._served.put((needs.tenant, needs.adapter), None)
+
+    def account(self, headers: RequestHeaders) -> str | None:
+        """What a request's turns and bodies count for, where replicas have tenants and have taken its key: its
+        tenant, or its key where that has none. None: its address, which an invented key does not change."""
+        credential = tenant_of(credential_of(headers))
+        key = self._taken.get(credential)
+        if credential is None or key is None or key.tenant is None:
+            return None
+        return f"tenant {key.tenant}" if key.tenant else credential
+
+    def caller(self, headers: RequestHeaders) -> Caller:
+        """Whose the connection's request is. Keys are the replicas' to check."""
+        account = self.account(headers)
+        return KEYLESS if account is None else Caller(account, "", Role.INFERENCE)
 
     def check_sees_all(self, request: Request) -> None:
         """Raises ApiError for a key that sees a tenant's names alone, or that no replica has said anything of."""

@@ -4,8 +4,8 @@ A request is sent again only where the replica cannot have begun it: no connecti
 refusal of RETRIED. One whose replica is lost in the middle is answered with 502 and not sent again: it may be what
 ended the replica. 404 for an adapter that a new process is yet to load becomes 503; of a process that has it, it is
 passed on, since the client may not see it. For a client that may not know of an adapter (keys.py) as many replicas are
-asked as for a name that does not exist. A stream passes through piece by piece; the next piece is read when the
-client has taken the last.
+asked as for a name that does not exist. Once an answer begins that is no such refusal, the body is kept no longer. A
+stream passes through piece by piece; the next piece is read when the client has taken the last.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from loraplex.router.metrics import RouterMetrics
 from loraplex.router.replica import Replica
 from loraplex.routing import Needs
 from loraplex.server.api_error import ApiError, clipped, error_response
+from loraplex.server.connections import LET_GO
 from loraplex.server.streaming import EVENT_STREAM, until_disconnect
 from loraplex.server.telemetry.tracing import current_trace
 from loraplex.server.wires.native_forms import error_event
@@ -146,8 +147,15 @@ class Relayed(Response):
         text = f"{reason}; try again later"
         raise ApiError(text, status=503, kind="unavailable_error", code="no_replica")
 
+    def _let_go(self) -> None:
+        """Of the body: it is not sent again, and a stream may go on for long."""
+        if (let_go := self._request.scope.get(LET_GO)) is not None:
+            let_go(len(self._body))
+        self._body = b""
+
     async def _start(self, answer: Answer, send: Send) -> None:
         self._has_started = True
+        self._let_go()
         await send({"type": "http.response.start", "status": answer.status, "headers": answer_headers(answer)})
 
     async def _send_whole(self, answer: Answer, body: bytes, send: Send) -> None:

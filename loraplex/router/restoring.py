@@ -60,7 +60,7 @@ def _is_done(replica: Replica, name: str, card: Card | None, outcome: Outcome) -
     if _is_passing(outcome):
         return False
     if replica.names.to_do.get(name) is not card:
-        return False  # what it is to be was learned anew meanwhile
+        return False  # what it is to be was learned again meanwhile
     replica.names.to_do.pop(name, None)
     what = "unloaded" if card is None else "loaded again"
     text = "adapter %r could not be %s at replica %s, requests for it go to the others: %s"

@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from starlette.datastructures import Headers
-
 from loraplex import logs
 from loraplex.errors import LoraplexError
 from loraplex.router.app import create_router_app
 from loraplex.router.fleet import Fleet
+from loraplex.router.keys import Keys
 from loraplex.router.settings import RouteSettings
-from loraplex.server.auth import KEYLESS, Caller
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.http_protocol import bounded_http_protocol
@@ -87,8 +85,9 @@ async def route(
     """Serve on a bound socket until a signal, then drain. `on_ready` gets the server, whose `stop` ends it."""
     routed = Routed(config, max_clients(config))
     tracing = Tracing.of(config)
-    app = create_router_app(fleet, settings, config, routed.connections, tracing)
-    protocol = bounded_http_protocol(config, routed.connections, _admitted)
+    keys = Keys(fleet, settings.connect_timeout_s)
+    app = create_router_app(fleet, settings, config, routed.connections, keys, tracing)
+    protocol = bounded_http_protocol(config, routed.connections, keys.caller)
     server = DrainingServer(routed, uvicorn_config(app, config, protocol), partial(_announce, sock, fleet, config))
     try:
         await fleet.start()
@@ -99,11 +98,6 @@ async def route(
         await fleet.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
-
-
-def _admitted(headers: Headers) -> Caller:
-    """Keys are the replicas' to check: a client is its address here."""
-    return KEYLESS
 
 
 def _announce(sock: socket.socket, fleet: Fleet, config: ServerConfig) -> None:

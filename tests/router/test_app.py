@@ -9,6 +9,7 @@ import pytest
 
 from loraplex.router.app import create_router_app
 from loraplex.router.fleet import Fleet
+from loraplex.router.keys import Keys
 from loraplex.router.run import Routed
 from loraplex.router.settings import RouteSettings
 from loraplex.server.app import ROUTES, create_app
@@ -35,7 +36,8 @@ def routes_of(app: Any) -> set[tuple[str, str]]:
 def test_every_route_of_a_server_is_one_of_the_router_or_named_as_a_replicas_own() -> None:
     settings = RouteSettings(port=0)
     config = settings.server_config
-    routed = create_router_app(Fleet(["127.0.0.1:1"], settings), settings, config, Routed(config, 100).connections)
+    fleet = Fleet(["127.0.0.1:1"], settings)
+    routed = create_router_app(fleet, settings, config, Routed(config, 100).connections, Keys(fleet, 1.0))
     context = create_app(FakeAsyncEngine()).state.context
     ours = set().union(*(routes_of(routes(context).router()) for routes in ROUTES))
     missing = {each for each in ours - routes_of(routed) if not OWN_OF_A_SERVER.match(each[1])}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
-from loraplex.router import keys
+from loraplex.router import keys, settings
 from loraplex.router.replica import Replica
-from tests.router.parts import RawReplica, completion, replicas, router
+from tests.router.parts import RawReplica, Router, completion, replicas, router
 
 KEY = "k" * 32
 
@@ -98,3 +101,62 @@ async def test_a_replica_that_hangs_refuses_no_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(keys, "PATH", b"/v1/adapters?limit=1")
     async with RawReplica(answer).running() as raw, router([raw.name], connect_timeout_s=0.3) as front:
         assert (await front.client.post("/v1/completions", json=completion())).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------ bodies of one address
+
+
+TAKEN = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n"
+STREAM = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\ndata: {}\n\n"
+LONG = completion(prompt="x" * 900_000)
+
+
+@asynccontextmanager
+async def front_of_tenants(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> AsyncIterator[tuple[RawReplica, Router]]:
+    """With 2 MiB for bodies, before a replica whose keys are called after their tenants: it answers a request for an
+    adapter with `begun`, and goes on for long."""
+
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if request.startswith(b"GET"):
+            tenant = request.partition(b"Bearer ")[2].partition(b"-")[0]
+            writer.write(TAKEN + b"x-loraplex-tenant: " + tenant + b"\r\n\r\n{}")
+        elif b'"sql"' not in request:
+            writer.write(TAKEN + b"\r\n{}")
+        else:
+            writer.write(begun)
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(keys, "PATH", b"/v1/adapters?limit=1")
+    monkeypatch.setattr(settings, "BODIES_BYTES", 2**20)
+    bounds = {"max_body_bytes": 2**20, "max_upload_bytes": 2**20}
+    async with RawReplica(answer).running() as raw, router([raw.name], **bounds) as front:
+        for key in ("a-1", "a-2", "b-1"):
+            assert (await call(front, key, model="none", prompt="hi")).status_code == 200
+        yield raw, front
+
+
+async def call(front: Router, key: str, **fields: Any) -> httpx.Response:
+    body = {**LONG, **fields}
+    return await front.client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+async def test_a_body_is_held_until_its_answer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bodies of one tenant's long streams took the memory for bodies for as long as those went on."""
+    async with front_of_tenants(monkeypatch, STREAM) as (_, front), AsyncExitStack() as streams:
+        for _ in range(4):
+            headers = {"Authorization": "Bearer a-1"}
+            stream = front.client.stream("POST", "/v1/completions", json=LONG, headers=headers)
+            assert (await streams.enter_async_context(stream)).status_code == 200
+
+
+async def test_bodies_of_one_address_are_counted_by_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a proxy one tenant's bodies had those of all others refused."""
+    async with front_of_tenants(monkeypatch, b"") as (raw, front):
+        num_asked = len(raw.requests)
+        waiting = asyncio.ensure_future(call(front, "a-1"))
+        await front.until(lambda: len(raw.requests) > num_asked)
+        found = {key: await call(front, key, model="none", prompt="x" * 800_000) for key in ("a-2", "b-1")}
+        assert found["a-2"].json()["error"]["code"] == "too_many_bodies", "another key of the same tenant"
+        assert found["b-1"].status_code == 200
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
