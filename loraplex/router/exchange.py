@@ -102,13 +102,15 @@ def _names_in(values: Iterable[bytes]) -> set[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a replica said; status 0: it was lost, and may have done it or not."""
+    """What a replica said; status 0: it was lost, and may have done it or not. waits: for what it will say of a verb
+    that has taken effect."""
 
     replica: Replica
     status: int
     body: bytes = b""
     headers: Headers = ()
     reason: str = ""
+    waits: asyncio.Future[Outcome] | None = None
 
     @property
     def is_done(self) -> bool:

@@ -13,6 +13,9 @@ An unload goes to the replicas that have the name. A name that one of them is to
 means something else at each is not rolled back. What one replica writes to its own disk (merges and exports) goes to
 the one that the header names.
 
+A verb that waits for requests (`deadline_s`) goes on to the next step when it has taken effect, and its turn is over
+when it has at all. What fails after that is said, and nothing is put back: another verb may have come since.
+
 What 4 cannot put back is said: `is_restored` of each replica in the answer. Verbs of one replica run one after the
 other, clients in turns. A client without an admin's key, or whose replica does not answer in 1, waits for no turn and
 has none; one that goes away gives up its place until its turn has come.
@@ -21,8 +24,8 @@ has none; one that goes away gives up its place until its turn has come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -32,7 +35,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from loraplex.errors import ConfigError, LoraplexError
-from loraplex.router.connection import Headers
+from loraplex.router.connection import UNREADABLE, Headers
 from loraplex.router.exchange import (
     REPLICAS_HEADER,
     Outcome,
@@ -49,7 +52,7 @@ from loraplex.router.fleet import Fleet
 from loraplex.router.keys import Keys, client_of
 from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
-from loraplex.router.replica import Replica
+from loraplex.router.replica import VERB_TIMEOUT_S, Replica
 from loraplex.router.restoring import load_again
 from loraplex.server.api_error import ApiError, ErrorBody, clipped
 from loraplex.server.body import decode_object, read_body
@@ -68,7 +71,17 @@ CONTENT = ("digest", "text_digest", "alias_of")
 STATE = ("path", *CONTENT, "is_pinned")
 """Of a card: what a verb changes. Versions are numbers of each replica's own."""
 
+LOOK_EVERY_S = 0.25
+"""Whether a verb that waits for requests has taken effect."""
+
+MAX_DEADLINE_S = 86400.0
+
 Names = Callable[[Request, bytes], Sequence[str]]
+Doing = Callable[[Replica], Awaitable[Outcome]]
+
+
+class _Waiting(msgspec.Struct):
+    deadline_s: float | None = None
 
 
 class ReplicaCard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,7 +146,7 @@ class AdapterVerbs:
             await until_disconnect(request, self._take_turns(held, request, replicas))
             _check_open(replicas)
             _check_whole(names, replicas)
-            return await self._on_all(request, body, names, replicas)
+            return await self._on_all(request, body, names, replicas, held)
 
     async def _run_at_one(self, request: Request) -> Response:
         """What a replica writes to its own disk, and what it says of that."""
@@ -172,7 +185,7 @@ class AdapterVerbs:
         return found
 
     async def _on_all(
-        self, request: Request, body: bytes, names: Sequence[str], replicas: Sequence[Replica]
+        self, request: Request, body: bytes, names: Sequence[str], replicas: Sequence[Replica], turns: AsyncExitStack
     ) -> Response:
         headers, own = sent_headers(request), own_headers(request)
         try:
@@ -190,20 +203,32 @@ class AdapterVerbs:
             and len({tuple(map(_meaning, each.values())) for each in cards}) > 1
         ):
             raise _differing(names)
-        do = partial(send, request.method, target_of(request), headers, body)
-        first = await do(replicas[0])
+        deadline_s = _deadline_of(request, body)
+        do = partial(send, request.method, target_of(request), headers, body, timeout_s=VERB_TIMEOUT_S + deadline_s)
+        begin = partial(_begin, do, own) if deadline_s else partial(_do, do)
+        first = await begin(replicas[0], cards[0])
         if not first.is_done and first.status != 0:
             return _answer_of(first, replicas[:1])
         outcomes = [first]
         if first.is_done:
-            outcomes += await asyncio.gather(*map(do, replicas[1:]))
-        if all(outcome.is_done for outcome in outcomes):
+            outcomes += await asyncio.gather(*map(begin, replicas[1:], cards[1:]))
+        is_done = all(outcome.is_done for outcome in outcomes)
+        if is_done:
             self._forget(names, replicas)
             await self._note(names, replicas)
-            return _answer_of(first, replicas)
-        restored = await asyncio.gather(
-            *(_restore(each.replica, before, own) for each, before in zip(outcomes, cards, strict=False))
-        )
+            if any(outcome.waits is not None for outcome in outcomes):
+                await turns.aclose()
+                outcomes = [outcome if outcome.waits is None else await outcome.waits for outcome in outcomes]
+            if all(outcome.is_done for outcome in outcomes):
+                return _answer_of(outcomes[0], replicas)
+        restored: Sequence[bool] = [False] * len(outcomes)
+        if not is_done:
+            for outcome in outcomes:
+                if outcome.waits is not None:
+                    outcome.waits.cancel()
+            restored = await asyncio.gather(
+                *(_restore(each.replica, before, own) for each, before in zip(outcomes, cards, strict=False))
+            )
         self._forget(names, replicas)
         for replica in replicas:
             replica.names.is_doubtful = True
@@ -319,6 +344,31 @@ async def _card(replica: Replica, name: str, headers: Headers) -> dict[str, Any]
 
 async def _cards(replica: Replica, names: Sequence[str], headers: Headers) -> dict[str, dict[str, Any]]:
     return {name: await _card(replica, name, headers) for name in names}
+
+
+async def _do(do: Doing, replica: Replica, before: dict[str, dict[str, Any]]) -> Outcome:
+    return await do(replica)
+
+
+async def _begin(do: Doing, headers: Headers, replica: Replica, before: dict[str, dict[str, Any]]) -> Outcome:
+    """Of a verb that waits for requests: what came of it, or that it has taken effect: its first name is another."""
+    doing = asyncio.ensure_future(do(replica))
+    name = next(iter(before))
+    while not (await asyncio.wait((doing,), timeout=LOOK_EVERY_S))[0]:
+        with suppress(LoraplexError, _AnswerError):
+            if _state(await _card(replica, name, headers)) != _state(before[name]) and not doing.done():
+                return Outcome(replica, 200, waits=doing)
+    return doing.result()
+
+
+def _deadline_of(request: Request, body: bytes) -> float:
+    """How long the verb may wait for requests; 0 for what the replica refuses."""
+    try:
+        given = request.query_params.get("deadline_s") or msgspec.json.decode(body or b"{}", type=_Waiting).deadline_s
+        deadline_s = float(given or 0.0)
+    except (*UNREADABLE, ValueError):
+        return 0.0
+    return deadline_s if 0 < deadline_s <= MAX_DEADLINE_S else 0.0
 
 
 async def _restore(replica: Replica, before: dict[str, dict[str, Any]], headers: Headers) -> bool:
