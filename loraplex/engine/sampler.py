@@ -17,9 +17,8 @@ parameters, seed and position alone, never on its neighbours, on the size of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -152,7 +151,7 @@ class Sampler:
         assert 0 < vocab_size < 2**29, f"vocab_size {vocab_size}"
         self.vocab_size = vocab_size
         self.ops = ops or TorchBackend()
-        self._scale = 2.0 ** (53 - math.ceil(math.log2(vocab_size + 1)))
+        self._scale = 2.0 ** (53 - vocab_size.bit_length())
 
     def sample(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> SamplerOutput:
         """`launch`, and its result."""
@@ -181,18 +180,25 @@ class Sampler:
     def launch_by_vocabulary(
         self, logits: Tensor, rows: Sequence[SamplingRow], vocab_sizes: Sequence[int]
     ) -> DrawnTokens:
-        """`launch` of rows [n, V] whose vocabularies end at different tokens, each in a call with those of its own
-        size: what it draws is what it would draw alone. A smaller vocabulary than the base's has -inf behind it.
+        """`launch` of rows [n, V] whose vocabularies end at different tokens, with -inf behind: a row draws what it
+        would draw alone. All with added tokens are in one call, however many numbers of them adapters chose; in two
+        where their weights have different scales.
         """
         sizes = np.maximum(np.array(vocab_sizes, np.int64), self.vocab_size)
+        kinds = np.array([0 if size == self.vocab_size else size.bit_length() for size in sizes.tolist()])
         parts: list[tuple[Int64s, DrawnTokens]] = []
-        for size in np.unique(sizes).tolist():
-            places = np.flatnonzero(sizes == size)
-            sampler = self if size == self.vocab_size else Sampler(size, self.ops)
+        for kind in np.unique(kinds).tolist():
+            places = np.flatnonzero(kinds == kind)
+            width = int(sizes[places].max())
+            sampler = self if width == self.vocab_size else Sampler(width, self.ops)
             taken = _take(logits, places)
-            if size < logits.shape[1]:
-                taken = taken[:, :size].clone(memory_format=torch.contiguous_format)
-            parts.append((places, sampler.launch(taken, [rows[i] for i in places.tolist()])))
+            if width < logits.shape[1]:
+                taken = taken[:, :width].clone(memory_format=torch.contiguous_format)
+            of_kind = [
+                rows[i] if size == width else replace(rows[i], vocab_size=size)
+                for i, size in zip(places.tolist(), sizes[places].tolist(), strict=True)
+            ]
+            parts.append((places, sampler.launch(taken, of_kind)))
         return DrawnTokens.joined(parts)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
@@ -246,9 +252,10 @@ class Sampler:
     ) -> tuple[TokenLogprobs | None, ...]:
         result: list[TokenLogprobs | None] = [None] * len(batch.rows)
         for rows in self._chunks(np.array([i for i in batch.with_logprobs if has_token[i]], np.int64)):
-            num_best = [batch.rows[i].params.logprobs or 0 for i in rows]
+            asking, taken = [batch.rows[i] for i in rows], _take(logits, rows)
             chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
-            for i, entries in zip(rows, token_logprobs(self.ops, _take(logits, rows), chosen, num_best), strict=True):
+            num_best, log_mass = [row.num_logprobs for row in asking], _log_mass(self.ops, taken, asking)
+            for i, entries in zip(rows, token_logprobs(self.ops, taken, chosen, num_best, log_mass), strict=True):
                 result[i] = entries
         return tuple(result)
 
@@ -262,21 +269,17 @@ class Sampler:
                 best = best.index_copy(0, upload(rows, logits.device), drawn)
         token_ids = best.masked_fill(~top.isfinite(), 0)
         with_logprobs = np.array(batch.with_logprobs, np.int64)
-        ranked = [
-            RankedTokens.of(
-                self.ops,
-                _take(logits, rows),
-                _take(token_ids, rows),
-                max(batch.rows[i].params.logprobs or 0 for i in rows),
-            )
-            for rows in self._chunks(with_logprobs)
-        ]
+        ranked = []
+        for rows in self._chunks(with_logprobs):
+            asking, taken = [batch.rows[i] for i in rows], _take(logits, rows)
+            k, log_mass = max(row.num_logprobs for row in asking), _log_mass(self.ops, taken, asking)
+            ranked.append(RankedTokens.of(self.ops, taken, _take(token_ids, rows), k, log_mass))
         download = _LogprobsDownload(ranked, (token_ids, top))
 
         def finish() -> SamplerOutput:
             found, largest = download.others()
             logprobs: list[TokenLogprobs | None] = [None] * len(batch.rows)
-            num_best = [batch.rows[i].params.logprobs or 0 for i in batch.with_logprobs]
+            num_best = [batch.rows[i].num_logprobs for i in batch.with_logprobs]
             for i, entries in zip(batch.with_logprobs, download.entries(num_best), strict=True):
                 logprobs[i] = entries if np.isfinite(largest[i]) else None
             return SamplerOutput.of(found, logprobs, largest, batch)
@@ -435,14 +438,26 @@ def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> T
     return ids.gather(1, place)[:, 0]
 
 
+def _log_mass(ops: SamplingOps, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """log(sum(exp(logits))) [m, 1], each row's over its own vocabulary: zeros behind it would group the sum in another
+    way, and change its last bits."""
+    if all(row.vocab_size is None for row in rows):
+        return ops.log_sum_exp(logits)
+    sizes = np.array([row.vocab_size or logits.shape[1] for row in rows], np.int64)
+    of_sizes = [(size, np.flatnonzero(sizes == size)) for size in np.unique(sizes).tolist()]
+    found = torch.cat([ops.log_sum_exp(_take(logits, places)[:, :size]) for size, places in of_sizes])
+    order = np.argsort(np.concatenate([places for _, places in of_sizes]))
+    return found.index_select(0, upload(order, found.device))
+
+
 def token_logprobs(
-    ops: SamplingOps, logits: Tensor, token_ids: Tensor, num_best: Sequence[int]
+    ops: SamplingOps, logits: Tensor, token_ids: Tensor, num_best: Sequence[int], log_mass: Tensor | None = None
 ) -> list[dict[int, Logprob]]:
     """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and always of `token_ids` [m].
 
     Rank: 1 + the number of tokens before this one in the order (value, descending; id, ascending).
     """
-    log_mass = ops.log_sum_exp(logits)
+    log_mass = ops.log_sum_exp(logits) if log_mass is None else log_mass
     k = min(max(num_best, default=0), logits.shape[1])
     values, ids = ops.ordered_top_k(logits, k) if k else (logits[:, :0], token_ids[:, None][:, :0])
     best = zip((values - log_mass).tolist(), ids.tolist(), num_best, strict=True)
@@ -476,9 +491,11 @@ class RankedTokens:
     chosen_ranks: Tensor
 
     @classmethod
-    def of(cls, ops: SamplingOps, logits: Tensor, token_ids: Tensor, k: int) -> RankedTokens:
+    def of(
+        cls, ops: SamplingOps, logits: Tensor, token_ids: Tensor, k: int, log_mass: Tensor | None = None
+    ) -> RankedTokens:
         """The k best tokens of logits [m, V] and `token_ids` [m]; nothing waits for the device."""
-        log_mass = ops.log_sum_exp(logits)
+        log_mass = ops.log_sum_exp(logits) if log_mass is None else log_mass
         k = min(k, logits.shape[1])
         values, ids = ops.ordered_top_k(logits, k) if k else (logits[:, :0], token_ids[:, None][:, :0])
         chosen = logits.gather(1, token_ids[:, None])

@@ -161,7 +161,7 @@ class SamplingRow:
 
     `state` holds the counts of exactly `output_token_ids`, and `stop_ids_for_min_tokens`; without it they are counted
     from the two lists, when a penalty asks. `mask`: the tokens that a grammar allows, bit i of word w is token 32 w +
-    i; what is behind its end is not allowed.
+    i; what is behind its end is not allowed. `vocab_size`: the row's own, where its logits go on with -inf behind it.
     """
 
     params: SamplingParams
@@ -172,6 +172,7 @@ class SamplingRow:
     stop_ids_for_min_tokens: Sequence[int] = ()
     state: SamplingState | None = None
     mask: npt.NDArray[np.int32] | None = None
+    vocab_size: int | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -185,6 +186,17 @@ class SamplingRow:
     def may_bar_all(self) -> bool:
         """Whether what the request asks may leave no token."""
         return self.mask is not None or self.is_below_min_tokens
+
+    @property
+    def top_k(self) -> int:
+        """0 where it leaves every token."""
+        top_k = self.params.top_k
+        return top_k if self.vocab_size is None or top_k < self.vocab_size else 0
+
+    @property
+    def num_logprobs(self) -> int:
+        num_best = self.params.logprobs or 0
+        return num_best if self.vocab_size is None else min(num_best, self.vocab_size)
 
     def needs_state(self) -> bool:
         return self.has_penalties or bool(self.params.logit_bias) or self.is_below_min_tokens
@@ -213,7 +225,7 @@ class SamplingBatch:
         return cls(
             rows=tuple(rows),
             temperature=np.array([p.temperature for p in params], np.float32),
-            top_k=np.array([p.top_k for p in params], np.int64),
+            top_k=np.array([row.top_k for row in rows], np.int64),
             top_p=np.array([p.top_p for p in params], np.float64),
             min_p=np.array([p.min_p for p in params], np.float32),
             edited=tuple(i for i, row in enumerate(rows) if row.needs_state()),

@@ -549,28 +549,3 @@ def test_validate_against_vocab() -> None:
     validate_against_vocab(SamplingParams(logit_bias={0: 1, 99: 1}), 100)
     with pytest.raises(InvalidRequestError, match=r"2 token id\(s\) outside the vocabulary 0..99: -1, 100"):
         validate_against_vocab(SamplingParams(logit_bias={100: 1, -1: 1, 5: 1}), 100)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (4, 1, 3, 0, 5, 2)])
-def test_rows_of_other_vocabularies_draw_what_they_draw_alone(order: tuple[int, ...]) -> None:
-    """Smaller, the sampler's own and two larger ones, in any order; odd rows and rows without a token are found."""
-    sizes = [V, V + 9, V, V - 9, V + 300, V]
-    logits = torch.full((6, V + 300), -torch.inf)
-    for i, size in enumerate(sizes):
-        logits[i, :size] = normal_logits(1, size, seed=i)[0]
-    logits[1, V + 3] = torch.nan
-    rows = [row(position=i, seed=i, temperature=0.8, logprobs=2) for i in range(6)]
-    barred = row(temperature=0.8, min_tokens=9)
-    rows[2] = replace(barred, stop_ids_for_min_tokens=tuple(range(V)))
-    chosen = list(order)
-    drawn = Sampler(V).launch_by_vocabulary(logits[chosen], [rows[i] for i in chosen], [sizes[i] for i in chosen])
-    result = drawn.result()
-    assert result.failed_rows == (order.index(1),)
-    assert result.barred_rows == (order.index(2),)
-    assert drawn.token_ids.tolist() == result.token_ids.tolist()
-    for place, i in enumerate(order):
-        size = max(sizes[i], V)
-        alone = Sampler(size).sample(logits[i : i + 1, :size].clone(), [rows[i]])
-        assert alone.token_ids.tolist() == [result.token_ids[place]]
-        assert alone.logprobs == (result.logprobs[place],)
-        assert result.token_ids[place] < sizes[i]
