@@ -19,6 +19,7 @@ from loraplex.server.responses import (
     PromptLogprobs,
     Usage,
     UsageCounter,
+    decoded,
     encode,
     written_text,
 )
@@ -86,7 +87,7 @@ class CompletionRenderer:
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, room: AnswerRoom
     ) -> CompletionChoice:
         request, cursor = self._request, self._cursor(prompt_index, completion)
-        delta = self._delta(prompt_index, output, completion, cursor)
+        delta = self._delta(prompt_index, output, completion, cursor, room)
         wants_ids, is_first = request.return_token_ids, delta.is_first
         logprobs = self._logprobs(prompt_index, delta, cursor, room)
         if logprobs is not None and logprobs.tokens:
@@ -102,7 +103,9 @@ class CompletionRenderer:
             prompt_logprobs=self._prompt_logprobs(output, room),
         )
 
-    def _delta(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, cursor: Cursor) -> Delta:
+    def _delta(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, cursor: Cursor, room: AnswerRoom
+    ) -> Delta:
         """What is new, behind the prompt when that is to be echoed and was not yet."""
         delta = cursor.advance(completion)
         if not (self._request.echo and delta.is_first):
@@ -112,8 +115,7 @@ class CompletionRenderer:
         if text is None:
             text = self._decoded.get(prompt_index)
         if text is None:  # once for all choices
-            tokenizer = self._tokenizer(prompt_index)
-            text = self._decoded[prompt_index] = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            text = self._decoded[prompt_index] = decoded(prompt.token_ids, self._tokenizer(prompt_index), room)
         echoed = Delta(text, prompt.token_ids, output.prompt_logprobs, is_first=True)
         return echoed if self._request.is_echo_only else echoed.followed_by(delta)
 

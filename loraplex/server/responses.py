@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
@@ -11,6 +13,7 @@ from loraplex.core import RequestOutput
 from loraplex.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from loraplex.server.engine_surface import TokenizerSurface
     from loraplex.server.schemas import StreamOptions
 
 Card = TypeVar("Card")
@@ -40,14 +43,25 @@ class AnswerRoom:
 
     def take(self, nbytes: int, param: str | None = None) -> None:
         """Raises InvalidRequestError when they are too many in all."""
+        self.check(nbytes, param)
         self._num_left -= nbytes
-        if self._num_left < 0:
+
+    def check(self, nbytes: int, param: str | None = None) -> None:
+        """Raises what `take` would raise."""
+        if nbytes > self._num_left:
             what = "texts" if param is None else "log probabilities"
             raise InvalidRequestError(
                 f"the {what} of this answer take more than {self._most} bytes: ask for fewer, or for fewer "
                 "prompts or completions",
                 param=param,
             )
+
+
+def decoded(token_ids: Sequence[int], tokenizer: TokenizerSurface, room: AnswerRoom) -> str:
+    """Special tokens included. A text that is too long for the room is refused before it is made."""
+    counts = Counter(token_ids)
+    room.check(sum(len(tokenizer.token_bytes(token_id)) * count for token_id, count in counts.items()))
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def written_text(text: str, room: AnswerRoom) -> str:

@@ -14,7 +14,7 @@ from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import TextSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Prompt
 from loraplex.server.openapi import operation
-from loraplex.server.responses import AnswerRoom, Detokenized, Tokenized, encode, written_text
+from loraplex.server.responses import AnswerRoom, Detokenized, Tokenized, decoded, encode, written_text
 from loraplex.server.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 FEW_IDS = 4096
@@ -79,5 +79,6 @@ def _kind_of(fields: dict[str, Any]) -> type[TokenizeTextRequest] | type[Tokeniz
 
 
 def _detokenized(ids: Sequence[int], tokenizer: TokenizerSurface) -> Response:
-    words = tokenizer.decode(ids, skip_special_tokens=False)
-    return Response(encode(Detokenized(written_text(words, AnswerRoom()))), media_type="application/json")
+    room = AnswerRoom()
+    words = written_text(decoded(ids, tokenizer, room), room)
+    return Response(encode(Detokenized(words)), media_type="application/json")

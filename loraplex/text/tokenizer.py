@@ -27,6 +27,7 @@ from loraplex.text.chat_template import (
 from loraplex.text.conversion import TOKENIZER_FILE, with_tokenizer
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FEW_IDS = 256
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -262,14 +263,20 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Ids that the tokenizer does not have (a model's padding of the vocabulary) have no text."""
+        """Ids that the tokenizer does not have (a model's padding of the vocabulary) have no text.
+
+        Of many, other threads run meanwhile: of the two calls the one for several lists leaves the interpreter's lock.
+        """
         token_ids = list(token_ids)
         try:
-            text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            if len(token_ids) > _FEW_IDS:
+                (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            else:
+                text = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             wrong = next(i for i in token_ids if not 0 <= i < 2**32)
             raise InvalidRequestError(f"{wrong} is no token id; token ids are 0..{self.vocab_size - 1}") from error
-        return text
+        return str(text)
 
     def has_token(self, token_id: int) -> bool:
         return 0 <= token_id < 2**32 and self.backend.id_to_token(token_id) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from loraplex.server import create_app
+from loraplex.server import create_app, responses
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer
 from tests.server.conftest import client_of
 
@@ -68,3 +68,22 @@ async def test_a_model_without_a_tokenizer() -> None:
             assert "no tokenizer" in response.json()["error"]["message"]
         body = {"model": "base", "prompt": IDS, "logprobs": 1}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [{"tokens": IDS * 60}, {"prompt": IDS * 60, "model": "base", "echo": True}], ids=["detokenize", "echo"]
+)
+async def test_a_text_that_no_answer_has_room_for_is_not_made(
+    body: dict[str, object], client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: object, skip_special_tokens: bool = True) -> str:
+        assert skip_special_tokens, "the text was made"
+        return "what the engine says"
+
+    url = "/detokenize" if "tokens" in body else "/v1/completions"
+    assert (await client.post(url, json=body)).status_code == 200
+    monkeypatch.setattr(responses, "MAX_WRITTEN_BYTES", 100)
+    monkeypatch.setattr(FakeTokenizer, "decode", decode)
+    response = await client.post(url, json=body)
+    assert response.status_code == 400
+    assert "take more than 100 bytes" in response.text

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from loraplex.errors import InvalidRequestError, ModelConfigError, ModelNotFoundError
 from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
@@ -45,6 +49,45 @@ def test_byte_level_round_trip(text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
     assert b"".join(map(tokenizer.token_bytes, token_ids)) == text.encode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_text_of_many_ids_is_that_of_one_call(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), min_size=250, max_size=400))
+    for skips in (True, False):
+        assert tokenizer.decode(token_ids, skips) == tokenizer.backend.decode(token_ids, skip_special_tokens=skips)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_threads_run_while_many_ids_become_text(kind: str) -> None:
+    """Without an interval at which the interpreter's lock is taken away: where it is kept, nothing ticks."""
+    backend = tiny_backend(kind)
+    backend.add_tokens([AddedToken("x" * 100, normalized=False)])
+    tokenizer, ticks, has_ended = Tokenizer(backend), [0], threading.Event()
+    token_ids = [tokenizer.token_id("x" * 100)] * 100_000
+
+    def tick() -> None:
+        while not has_ended.wait(1e-4):
+            ticks[0] += 1
+
+    thread, interval = threading.Thread(target=tick), sys.getswitchinterval()
+    thread.start()
+    try:
+        while not ticks[0]:
+            time.sleep(1e-3)
+        sys.setswitchinterval(100)
+        before = ticks[0]
+        text = tokenizer.decode(token_ids)
+        after = ticks[0]
+    finally:
+        sys.setswitchinterval(interval)
+        has_ended.set()
+        thread.join()
+    assert text.count("x") == 10_000_000
+    assert after > before
 
 
 def test_batch_is_the_texts_one_by_one() -> None:
