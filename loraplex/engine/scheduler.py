@@ -49,8 +49,9 @@ from loraplex.engine.schedule_plan import (
     token_output,
 )
 from loraplex.engine.speculation import Speculation
-from loraplex.engine.waiting.adapter_turns import AdapterTurns
-from loraplex.engine.waiting.queue import SEAT, Admission, CompilingRequests, WaitingQueue, arrival_index
+from loraplex.engine.waiting.adapter_turns import AdapterTurns, HeldAdapters
+from loraplex.engine.waiting.compiling import CompilingRequests
+from loraplex.engine.waiting.queue import SEAT, Admission, WaitingQueue, arrival_index
 from loraplex.engine.waiting.seats import MixSeats, borrowers_of, goes_after, last_served
 from loraplex.engine.waiting.service_levels import ServiceLevels, StepBudget
 from loraplex.engine.waiting.shares import TenantShare, TenantShares
@@ -82,7 +83,7 @@ class Scheduler:
         self._clock = clock
         self.levels = ServiceLevels(max_num_batched_tokens)
         self.speculation = Speculation(num_speculative_tokens)
-        self._residency = residency
+        self._adapters = HeldAdapters(residency)
         self._max_num_seqs = max_num_seqs
         self._max_running = max_num_seqs
         self._max_model_len = max_model_len
@@ -129,7 +130,7 @@ class Scheduler:
             self._waiting.arrive(state)
         else:
             self._compiling.add(state)
-        self._prefetch((state,))
+        self._adapters.prefetch((state,))
 
     def has(self, request_id: str) -> bool:
         """Whether a request of this name has not ended."""
@@ -239,7 +240,7 @@ class Scheduler:
         called = self._turns.called(self._waiting) if paused else ()
         if (self._waiting.lacks_room and not self._running) or any(map(self._waiting.waits_for_room, called)):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
-        self._prefetch(self._waiting.first(PREFETCH_DEPTH) if self._residency is not None else ())
+        self._adapters.prefetch(self._waiting.first(PREFETCH_DEPTH))
         plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(self._failed), now_s)
         self._failed.clear()
         if scheduled:
@@ -332,17 +333,28 @@ class Scheduler:
         self._lacks_kv, self._past_it = None, [each for each in self._past_it if each.status is RequestStatus.RUNNING]
         self._mixes.begin_look()
         with closing(self._waiting.admission(self._turns.called(self._waiting), self._turns.step_id)) as admission:
-            self._admit_from(admission, scheduled, budget)
+            blocked = self._admit_from(admission, scheduled, budget)
+        for state in self._waiting.loading():  # what has come since is seen whether or not a seat or a token is free
+            try:
+                if (waits_for := self._adapters.acquire(state, blocked)) is None:
+                    self._adapters.release(state)
+                self._waiting.found(state, waits_for)
+            except (AdapterError, InvalidRequestError) as error:
+                self._failed.append(self._finish(state, FinishReason.ERROR, error=error))
 
-    def _admit_from(self, admission: Admission, scheduled: list[ScheduledSequence], budget: StepBudget) -> None:
-        blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
+    def _admit_from(
+        self, admission: Admission, scheduled: list[ScheduledSequence], budget: StepBudget
+    ) -> dict[int | tuple[MixPart, ...], WaitsFor]:
+        """Returns the adapters and mixes that were found not ready."""
+        blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}
         num_seats = self._max_running - self._num_seats_taken - self._mixes.num_more
         while budget.may_admit and num_seats > 0 and (state := admission.next()) is not None:
             if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
                 admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
                 continue
             num_taken = self._mixes.needed_for(state.request.mix)
-            if num_taken > num_seats and self._running and state.request.mix not in blocked:
+            lacks_seats = num_taken > num_seats and bool(self._running) and state.request.mix not in blocked
+            if lacks_seats and not self._waiting.is_missing(state):
                 if self._seated_for(state) is not None:
                     break  # it gets them one after another
                 self._mixes.pass_by(state)
@@ -354,12 +366,16 @@ class Scheduler:
                 admission.pass_some(state)  # log probabilities of its prompt lack room: others have none
                 continue
             try:
-                waits_for = self._acquire_adapter(state, blocked)
+                waits_for = self._adapters.acquire(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
                 self._failed.append(self._finish(state, FinishReason.ERROR, error=error))
                 continue
             if waits_for is not None:
                 admission.block(state, waits_for)
+                continue
+            if lacks_seats:
+                self._adapters.release(state)
+                self._waiting.found(state, None)  # it waits for seats now
                 continue
             lacking = self._lacks_kv
             if self._admit(state, budget, scheduled):
@@ -371,6 +387,7 @@ class Scheduler:
                 break  # out of tokens of prompts, or of KV for a second one: first come, first served
             else:
                 admission.pass_tenant(state)  # others use KV that is too little for it, and give it back
+        return blocked
 
     @property
     def _num_seats_taken(self) -> int:
@@ -378,35 +395,6 @@ class Scheduler:
         if not self._uncommitted:
             return len(self._running)
         return sum(not state.is_last_token_pending(self._max_model_len) for state in self._running)
-
-    def _acquire_adapter(
-        self, state: RequestState, blocked: dict[int | tuple[MixPart, ...], WaitsFor]
-    ) -> WaitsFor | None:
-        """What it waits for; None when there is a reference."""
-        adapter_id, mix, residency = state.request.adapter_id, state.request.mix, self._residency
-        if adapter_id is None:
-            return None
-        assert residency is not None, "a request for an adapter in an engine without LoRA"
-        asked = mix or adapter_id
-        if asked not in blocked:
-            result = residency.try_acquire_mix(mix) if mix else residency.try_acquire(adapter_id)
-            if result.waits_for is None:
-                state.lora_slot, state.mix_slots = result.lora_slot, result.mix_slots
-                self._check_prompt(state, result.vocab_size)
-                return None
-            blocked[asked] = result.waits_for
-        return blocked[asked]
-
-    def _check_prompt(self, state: RequestState, vocab_size: int | None) -> None:
-        """Once its adapter is loaded; raises InvalidRequestError, without the adapter."""
-        if state.is_prompt_checked or vocab_size is None:
-            return
-        try:
-            state.request.check_prompt(vocab_size)
-        except InvalidRequestError:
-            self._release_adapter(state)
-            raise
-        state.is_prompt_checked = True
 
     def _admit(self, state: RequestState, budget: StepBudget, scheduled: list[ScheduledSequence]) -> bool:
         """Move a request to the running ones with KV for all its tokens; False when that, or the budget, is short."""
@@ -422,7 +410,7 @@ class Scheduler:
             if not is_reserved:
                 if has_table and not state.keeps_kv:
                     self._drop_kv(state)
-                self._release_adapter(state)
+                self._adapters.release(state)
         if not is_reserved:
             self._lacks_kv = self._lacks_kv or (state if num_tokens > 0 else None)
             return False
@@ -445,12 +433,6 @@ class Scheduler:
         budget.num_shared_blocks -= num_cached // self._blocks.block_size
         scheduled.append(ScheduledSequence.next_of(state, num_tokens))
         return True
-
-    def _prefetch(self, states: Iterable[RequestState]) -> None:
-        if self._residency is not None:
-            for state in states:
-                for adapter_id in state.request.adapter_ids:
-                    self._residency.prefetch(adapter_id)
 
     def _give_way(self, state: RequestState, *, keeps_kv: bool) -> None:
         """Back to waiting, at its place by arrival, without its adapter: paused, or preempted, to be computed again."""
@@ -573,17 +555,11 @@ class Scheduler:
         if state.num_steps_in_flight:
             self._leaving[state.request.request_id] = state
         else:
-            (self._release_adapter if keeps_kv else self._return_memory)(state)
+            (self._adapters.release if keeps_kv else self._return_memory)(state)
 
     def _return_memory(self, state: RequestState) -> None:
         self._blocks.free(state.request.request_id)
-        self._release_adapter(state)
-
-    def _release_adapter(self, state: RequestState) -> None:
-        state.lora_slot, state.mix_slots = None, ()
-        for adapter_id in state.request.adapter_ids:
-            assert self._residency is not None
-            self._residency.release(adapter_id)
+        self._adapters.release(state)
 
     def check_integrity(self) -> None:
         """Assert that every request is in exactly one queue and that only running ones hold an adapter."""

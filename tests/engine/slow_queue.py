@@ -19,7 +19,8 @@ class SlowQueue:
     def __init__(self) -> None:
         self.states: list[RequestState] = []  # by arrival
         self.since: dict[RequestState, int] = {}
-        self.causes: dict[object, WaitsFor] = {}
+        self.apart: set[RequestState] = set()
+        self.causes: dict[object, WaitsFor | None] = {}
 
     def __len__(self) -> int:
         return len(self.states)
@@ -30,10 +31,11 @@ class SlowQueue:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self.states)
 
-    def arrive(self, state: RequestState) -> None:
-        self.put_back(state)
-
     def put_back(self, state: RequestState) -> None:
+        self.apart.add(state)
+        self.arrive(state)
+
+    def arrive(self, state: RequestState) -> None:
         self.states.append(state)
         self.states.sort(key=lambda each: each.arrival_index)
 
@@ -44,7 +46,13 @@ class SlowQueue:
         return cause
 
     def set_apart(self, state: RequestState) -> None:
-        """A list has no lines."""
+        self.apart.add(state)
+
+    def first_of_line(self, state: RequestState) -> RequestState:
+        """It waits for what this one does: the first of its priority and content, but for those that are apart."""
+        mine = content_of(state), state.request.claim.priority
+        line = [each for each in self.states if (content_of(each), each.request.claim.priority) == mine]
+        return state if state in self.apart else next(each for each in line if each not in self.apart)
 
     def cause_of(self, state: RequestState) -> WaitsFor | None:
         return self.causes[content_of(state)] if state in self.since else None
@@ -67,8 +75,25 @@ class SlowQueue:
         """No tenant has a target."""
 
     def next_ready(self, lets_pass: Callable[[RequestState], bool]) -> RequestState | None:
-        first = min(self.states, key=lambda each: each.rank, default=None)
-        return first if first is not None and self.cause_of(first) is None and not lets_pass(first) else None
+        ready = (state for state in self.states if self.cause_of(self.first_of_line(state)) is None)
+        first = min(ready, key=lambda each: each.rank, default=None)
+        return None if first is None or lets_pass(first) else first
+
+    def is_missing(self, state: RequestState) -> bool:
+        return self.cause_of(state) is not None
+
+    def loading(self) -> Iterator[RequestState]:
+        lines: dict[RequestState, list[RequestState]] = {}
+        for state in self.states:
+            lines.setdefault(self.first_of_line(state), []).append(state)
+        for first, line in lines.items():
+            for state in line if self.cause_of(first) is WaitsFor.LOAD else ():
+                yield state
+                if state in self:
+                    break
+
+    def found(self, state: RequestState, cause: WaitsFor | None) -> None:
+        self.causes[content_of(state)] = cause
 
     def first(self, num_states: int) -> list[RequestState]:
         return [state for state in self.states[:num_states] if self.cause_of(state) is None]

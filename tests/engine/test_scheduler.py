@@ -22,7 +22,8 @@ from loraplex.core import (
 )
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
-from loraplex.engine.waiting.queue import MAX_PASSED, NUM_LOOKS
+from loraplex.engine.waiting.compiling import NUM_LOOKS
+from loraplex.engine.waiting.queue import MAX_PASSED
 from loraplex.engine.waiting.service_levels import MAX_CANDIDATES, MAX_SHARED_BLOCKS, StepBudget
 from loraplex.errors import AdapterUnavailableError, EngineError, InvalidRequestError
 from loraplex.kvcache import allocator
@@ -823,6 +824,60 @@ class TestAdapters:
         harness.residency.loading.clear()
         assert "cold" in ran(harness.step())
         harness.run()
+
+    @pytest.mark.parametrize(("seqs", "adapter"), [(4, 1), (8, (1, 2, 3))])
+    @pytest.mark.parametrize("is_alone", [False, True])
+    def test_who_waits_for_a_load_is_given_a_seat_after_it_and_others_during_it(
+        self, seqs: int, adapter: int | tuple[int, ...], is_alone: bool
+    ) -> None:
+        """No seat was given while the next request waited for its adapter, and no look at it was taken without one."""
+        harness = Harness(seqs=seqs, num_blocks=2048)
+        for index in range(2 * seqs):
+            harness.add(f"flood{index}", max_tokens=200, claim=Claim("a"))
+        for _ in range(4):
+            harness.step()
+        harness.residency.loading = {1}
+        harness.add("cold", adapter=adapter, max_tokens=3, claim=Claim("b"))
+        for name in ("s0", "s1") if not is_alone else ():
+            for _ in range(3):
+                harness.step()
+            harness.add(name, max_tokens=3, claim=Claim("c"))
+        for _ in range(6):
+            harness.step()
+        assert is_alone or {"s0", "s1"} <= set(harness.outputs)
+        harness.residency.loading.clear()
+        for _ in range(6):
+            harness.step()
+        assert "cold" in harness.outputs
+
+    @pytest.mark.parametrize("is_loading", [False, True])
+    def test_a_short_prompt_behind_a_load_waits_for_no_long_one(self, is_loading: bool) -> None:
+        """The long one took all tokens of each step, and no look through the queue was taken."""
+        harness = Harness(num_blocks=512, tokens=16)
+        harness.residency.loading = {1}
+        harness.add("cold", adapter=1, max_tokens=1)
+        harness.add("long", 200, max_tokens=1, cache_salt="l")
+        harness.step()
+        harness.residency.loading = {1} if is_loading else set()
+        for name in () if is_loading else ("cold",):
+            harness.step()
+            harness.step()
+            assert name in harness.outputs
+        harness.add("short", 4, max_tokens=1, cache_salt="s")
+        for _ in range(3):
+            harness.step()
+        assert "short" in harness.outputs
+
+    def test_a_load_that_fails_while_no_seat_is_free_ends_its_requests(self) -> None:
+        harness = Harness(seqs=1)
+        harness.residency.loading = {1}
+        harness.add("cold", adapter=1)
+        harness.add("base", max_tokens=50)
+        harness.step()
+        harness.add("behind", adapter=1)
+        harness.residency.broken = {1}
+        harness.step()
+        assert [harness.reason(name) for name in ("cold", "behind")] == [FinishReason.ERROR] * 2
 
     def test_an_adapter_that_cannot_be_served_fails_its_own_requests(self) -> None:
         harness = Harness()

@@ -1,13 +1,15 @@
-"""Which adapters have the room when not all that are wanted fit: requests take turns on it instead of thrashing."""
+"""Adapters of requests: the references of those that run, and which adapters have the room when not all that are
+wanted fit: requests take turns on it instead of thrashing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from loraplex.core import ResidencyView
+from loraplex.core import MixPart, ResidencyView, WaitsFor
 from loraplex.engine.schedule_plan import RequestState, RequestStatus
 from loraplex.engine.waiting.queue import WaitingQueue
+from loraplex.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +122,49 @@ class AdapterTurns:
         if state.request.mix:
             return frozenset(self._residency.victims_for_mix(state.request.adapter_ids, adapter_ids))
         return frozenset(self._residency.victims_for(state.request.adapter_id, adapter_ids))
+
+
+class HeldAdapters:
+    """References to the adapters of running requests. `residency` is None in an engine without LoRA."""
+
+    def __init__(self, residency: ResidencyView | None) -> None:
+        self._residency = residency
+
+    def acquire(self, state: RequestState, blocked: dict[int | tuple[MixPart, ...], WaitsFor]) -> WaitsFor | None:
+        """What it waits for; None when there is a reference. blocked: what was found so in this step."""
+        adapter_id, mix, residency = state.request.adapter_id, state.request.mix, self._residency
+        if adapter_id is None:
+            return None
+        assert residency is not None, "a request for an adapter in an engine without LoRA"
+        asked = mix or adapter_id
+        if asked not in blocked:
+            result = residency.try_acquire_mix(mix) if mix else residency.try_acquire(adapter_id)
+            if result.waits_for is None:
+                state.lora_slot, state.mix_slots = result.lora_slot, result.mix_slots
+                self._check_prompt(state, result.vocab_size)
+                return None
+            blocked[asked] = result.waits_for
+        return blocked[asked]
+
+    def _check_prompt(self, state: RequestState, vocab_size: int | None) -> None:
+        """Once its adapter is loaded; raises InvalidRequestError, without the adapter."""
+        if state.is_prompt_checked or vocab_size is None:
+            return
+        try:
+            state.request.check_prompt(vocab_size)
+        except InvalidRequestError:
+            self.release(state)
+            raise
+        state.is_prompt_checked = True
+
+    def release(self, state: RequestState) -> None:
+        state.lora_slot, state.mix_slots = None, ()
+        for adapter_id in state.request.adapter_ids:
+            assert self._residency is not None
+            self._residency.release(adapter_id)
+
+    def prefetch(self, states: Iterable[RequestState]) -> None:
+        if self._residency is not None:
+            for state in states:
+                for adapter_id in state.request.adapter_ids:
+                    self._residency.prefetch(adapter_id)

@@ -21,6 +21,9 @@ comes after that, one in a step.
 What a request waits for is kept in two places. `_Content.cause`: what its adapters were last found to wait for.
 `_Line.passed`: up to which rank of the line others went past, since which step; a request that none went past waits for
 a seat. A head was passed before those behind it, and came before them, so it is the line's furthest behind.
+
+No look takes place while no seat and no token is free. So that a load which ends then is seen, lines that wait for one
+are asked for in every step (`loading`).
 """
 
 from __future__ import annotations
@@ -28,13 +31,11 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 
 from loraplex.core import MixPart, WaitsFor
 from loraplex.engine.schedule_plan import RequestState
 from loraplex.engine.waiting.keyed_heap import KeyedHeap
 from loraplex.engine.waiting.shares import HINT_SERVICE, TenantShare
-from loraplex.errors import InvalidRequestError
 
 Rank = tuple[int, int]
 ContentKey = int | tuple[MixPart, ...] | None
@@ -45,11 +46,10 @@ MAX_PASSED = 16
 MAX_LACKING = 64
 """Contents in a step that were asked for and lack room."""
 
-HURRY_STEPS = 8
+MAX_LOADING = 64
+"""Lines in a step that are asked whether their load has ended."""
 
-MAX_A_STEP = 256
-NUM_LOOKS = 64
-"""At grammars that are not compiled, in a step. The next looks at others: those of clients are compiled in turn."""
+HURRY_STEPS = 8
 
 URGENT_SHARE = 0.5
 """Of its target to the first token, after which a waiting request is urgent."""
@@ -117,14 +117,16 @@ class _Line:
 
 
 class _Lane:
-    """A tenant's lines, and which heads wait for room. round: of the line that was looked at last."""
+    """A tenant's lines: all, and those whose heads wait for nothing, a load, room. round: of the last one looked at."""
 
-    __slots__ = ("lines", "num_waiting", "room", "round", "share")
+    __slots__ = ("lines", "loads", "num_waiting", "ready", "room", "round", "share")
 
     def __init__(self, share: TenantShare) -> None:
         self.share = share
         self.num_waiting = self.round = 0
         self.lines: KeyedHeap[_Line] = KeyedHeap()
+        self.ready: KeyedHeap[_Line] = KeyedHeap()
+        self.loads: OrderedDict[_Line, None] = OrderedDict()
         self.room = _RoomWaiters()
 
 
@@ -169,6 +171,7 @@ class WaitingQueue:
         self._urgent_at: KeyedHeap[_Lane] = KeyedHeap()  # when their next request becomes urgent
         self._now_s = 0.0
         self._rooms: dict[_Lane, None] = {}  # in which heads wait for room
+        self._loads: OrderedDict[_Lane, None] = OrderedDict()  # in which heads wait for a load
         self._lines: dict[object, _Line] = {}  # to which requests that arrive are added
         self._line_of: dict[RequestState, _Line] = {}
         self._contents: dict[ContentKey, _Content] = {}
@@ -289,10 +292,11 @@ class WaitingQueue:
         self._line_of[state] = line
         line.members[state.arrival_index] = state
         line.lane.num_waiting += 1
+        self._count(line)
         if len(line.members) == 1:
             line.lane.lines.put(line, line.place)
+            self._sort(line)
         self._weigh(line.lane)
-        self._count(line)
 
     def _leave(self, line: _Line, state: RequestState) -> None:
         is_head = line.head is state
@@ -342,6 +346,7 @@ class WaitingQueue:
                 if not room:
                     del self._rooms[line.lane]
         self._count(line)
+        self._sort(line)
 
     def _count(self, line: _Line) -> None:
         cause, length = line.counted
@@ -350,6 +355,20 @@ class WaitingQueue:
         cause = SEAT if waits_for is None else waits_for.value
         line.counted = cause, len(line.members)
         self._by_cause[cause] += len(line.members)
+
+    def _sort(self, line: _Line) -> None:
+        """By what its head waits for."""
+        lane, (cause, length) = line.lane, line.counted
+        if not length or cause != SEAT:
+            lane.ready.discard(line)
+        elif line not in lane.ready or lane.ready.key(line) != line.place:
+            lane.ready.put(line, line.place)
+        if length and cause == WaitsFor.LOAD.value:
+            lane.loads[line] = self._loads[lane] = None
+        elif line in lane.loads:
+            del lane.loads[line]
+            if not lane.loads:
+                del self._loads[lane]
 
     # --------------------------------------------------------------------------------------------------- what waits
 
@@ -368,20 +387,37 @@ class WaitingQueue:
         return None if lane is None else lane.room.furthest_behind(step_id, aging_steps)
 
     def next_ready(self, lets_pass: Callable[[RequestState], bool]) -> RequestState | None:
-        """The request that comes next, unless it waits for an adapter. `lets_pass`: then of another tenant."""
+        """The request that comes next of those that wait for no adapter. `lets_pass`: then of another tenant."""
         found, passed = None, list[_Lane]()
-        while (lane := self._least_served()) is not None:
-            line = lane.lines.first()
-            found = None if line is None or line.cause_of(line.head) is not None else line.head
-            if found is None or not lets_pass(found):
-                break
-            self._order.discard(lane)
-            passed.append(lane)
-        else:
-            found = None
+        while found is None and (lane := self._least_served()) is not None:
+            line = lane.ready.first()
+            if line is not None and not lets_pass(line.head):
+                found = line.head
+            else:
+                self._order.discard(lane)
+                passed.append(lane)
         for lane in passed:
             self._order.put(lane, lane.share.place)
         return found
+
+    def is_missing(self, state: RequestState) -> bool:
+        """Whether its adapter was not there when it was last asked for."""
+        return self._line_of[state].cause_of(state) is not None
+
+    def loading(self) -> Iterator[RequestState]:
+        """Requests that wait for a load, one of a line, and after one that ends meanwhile the next. Tenants take turns,
+        and so do their lines, in this call and the next."""
+        for _ in range(min(MAX_LOADING, sum(len(lane.loads) for lane in self._loads))):
+            if not self._loads:
+                return
+            lane = next(iter(self._loads))
+            line = next(iter(lane.loads))
+            self._loads.move_to_end(lane)
+            lane.loads.move_to_end(line)
+            while line.members and (state := line.head):
+                yield state
+                if state in self:
+                    break
 
     def by_cause(self) -> Mapping[str, int]:
         """How many wait for what; a line waits for what its head does."""
@@ -410,8 +446,9 @@ class WaitingQueue:
         """A look through the queue; `called` come first."""
         return Admission(self, called, step_id)
 
-    def found(self, line: _Line, cause: WaitsFor) -> None:
-        content = line.content
+    def found(self, state: RequestState, cause: WaitsFor | None) -> None:
+        """What the request's adapters wait for; None: they are there."""
+        content = self._line_of[state].content
         if content.cause is not cause:
             content.cause = cause
             for each in content.lines:
@@ -429,8 +466,7 @@ class WaitingQueue:
             assert list(line.members) == sorted(line.members), "a line is out of order"
             assert line in line.lane.lines
             assert line.lane.lines.key(line) == line.place
-            is_room = line.cause_of(line.head) is WaitsFor.ROOM
-            assert (line.lacks_room is line.head) == is_room
+            assert (line.lacks_room is line.head) == (line.cause_of(line.head) is WaitsFor.ROOM)
         assert len(self._urgent_at) == sum(lane in self._urgent_at for lane in self._lanes.values())
         for share, lane in self._lanes.items():
             assert not share.credit or share.ttft_target_s is not None, "credit without a target"
@@ -438,49 +474,12 @@ class WaitingQueue:
             assert lane in self._order
             num_lacking = sum(line.lacks_room is not None for line in lines if line.lane is lane)
             assert (len(lane.room), lane in self._rooms) == (num_lacking, num_lacking > 0)
+            causes = {line: line.cause_of(line.head) for line in lines if line.lane is lane}
+            assert all(lane.ready.key(line) == line.place for line, cause in causes.items() if cause is None)
+            assert len(lane.ready) == list(causes.values()).count(None)
+            assert set(lane.loads) == {line for line, cause in causes.items() if cause is WaitsFor.LOAD}
+            assert (lane in self._loads) == bool(lane.loads)
         assert sum(self._by_cause.values()) == len(members)
-
-
-class CompilingRequests:
-    """Those whose grammar is not compiled, as they came: they are not in the queue yet, so no step looks at each."""
-
-    def __init__(self) -> None:
-        self._states: dict[RequestState, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._states)
-
-    def add(self, state: RequestState) -> None:
-        assert state.grammar is not None, "a request for any text waits for no grammar"
-        self._states[state] = None
-
-    def discard(self, state: RequestState) -> bool:
-        """Whether it was here. Its grammar is not compiled then, unless that has begun."""
-        was_here = self._states.pop(state, state) is None
-        if was_here and state.grammar is not None:
-            state.grammar.cancel()
-        return was_here
-
-    def take(self) -> Iterator[tuple[RequestState, InvalidRequestError | None]]:
-        """Those whose grammar is there, which leave, and those whose grammar cannot be, which stay, with the reason."""
-        num_looks = 0
-        for state in list(islice(self._states, MAX_A_STEP)):
-            assert state.grammar is not None
-            try:
-                is_ready = state.grammar.is_ready()
-            except InvalidRequestError as error:
-                yield state, error
-                continue
-            del self._states[state]
-            if is_ready:
-                yield state, None
-                continue
-            self._states[state] = None
-            if (num_looks := num_looks + 1) == NUM_LOOKS:
-                return
 
 
 class Admission:
@@ -553,7 +552,7 @@ class Admission:
         """Its adapter is not there: it and those behind it in its line let others pass."""
         line, is_called = self._set_aside(state)
         self._blocked.append((line, is_called))
-        self._queue.found(line, cause)
+        self._queue.found(state, cause)
         if cause is WaitsFor.ROOM and not is_called:
             self._asked.add(line.content)
             self._lacking.setdefault(line.lane, []).append(line)
@@ -587,6 +586,7 @@ class Admission:
                 line.round = line.lane.round
             line.lane.lines.put(line, line.place)
             queue._weigh(line.lane)
+            queue._sort(line)
         for lane in self._empty:
             if lane.num_waiting:
                 queue._order.put(lane, lane.share.place)

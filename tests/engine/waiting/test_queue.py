@@ -77,7 +77,7 @@ class Trace:
         self._in_flight += [plan] if plan.sequences else []
         self._commit(1)
         scheduler.check_integrity()
-        failed = [output.request_id for output in plan.failed]
+        failed = sorted(output.request_id for output in plan.failed)
         counts = scheduler.num_preemptions, scheduler.num_pauses, scheduler.num_waiting, dict(scheduler.num_admitted)
         self.log.append((ran(plan), failed, counts, sorted(scheduler._waiting.adapter_ids()), [*residency.prefetched]))
 
