@@ -20,6 +20,9 @@ from loraplex.processes.environment import child_environment
 
 ENGINE_MODULE = "loraplex.frontend.process"
 
+POLL_S = 0.1
+"""Between looks whether the process is over, where the system has no thread that waits for it."""
+
 SPINNING = {"GOMP_SPINCOUNT": "1000"}
 """For stock torch, where there are no native kernels: its threads sleep after microseconds of waiting, not after
 milliseconds, so that a process beside them costs a share of the throughput and not nearly all of it. The environment's
@@ -77,9 +80,20 @@ class EngineChild:
     async def wait(self) -> int:
         """Its exit code, which is that of a signal with a minus."""
         if self._ended is None:
-            self._ended = asyncio.get_running_loop().create_future()
-            threading.Thread(target=self._await_end, args=(self._ended,), name="engine-end", daemon=True).start()
+            ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            thread = threading.Thread(target=self._await_end, args=(ended,), name="engine-end", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has none
+                return await self._poll()
+            self._ended = ended
         return await asyncio.shield(self._ended)
+
+    async def _poll(self) -> int:
+        assert self._process is not None
+        while (code := self._process.poll()) is None:
+            await asyncio.sleep(POLL_S)
+        return code
 
     def _await_end(self, ended: asyncio.Future[int]) -> None:
         assert self._process is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 
 import psutil
@@ -52,6 +54,31 @@ async def test_each_that_waits_gets_the_exit_code() -> None:
     try:
         os.kill(child.pid, signal.SIGKILL)
         assert [await child.wait(), await child.wait()] == [-signal.SIGKILL] * 2
+    finally:
+        child.end()
+
+
+@pytest.mark.parametrize("num_refused", [1, 2])
+async def test_it_is_waited_for_where_the_system_has_no_thread(
+    monkeypatch: pytest.MonkeyPatch, num_refused: int
+) -> None:
+    """Each later wait was for a future that was never set."""
+    child, refused, start = EngineChild(MODULE), list[str](), threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "engine-end" and len(refused) < num_refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    child.make()
+    try:
+        first = asyncio.ensure_future(child.wait())
+        await asyncio.sleep(0)
+        child.kill()
+        assert [await first, await child.wait()] == [-signal.SIGKILL] * 2
+        assert len(refused) == num_refused
     finally:
         child.end()
 
