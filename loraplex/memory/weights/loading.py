@@ -116,9 +116,8 @@ def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> L
         may_begin = bool(waiting) and num_running < MAX_HEDGED
         if may_begin:
             adapter, num_running = waiting.popleft(), num_running + 1
-            if waiting or num_running > 1:
-                threading.Thread(target=read, args=(adapter,), name="loraplex-source", daemon=True).start()
-            else:
+            has_others = bool(waiting) or num_running > 1
+            if not (has_others and _is_begun(partial(read, adapter))):
                 read(adapter)
             may_begin = bool(waiting) and num_running < MAX_HEDGED
         try:
@@ -133,6 +132,16 @@ def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> L
         is_reload = weights.layout is not None or adapter.is_attached
         errors[adapter.adapter_id] = _explained(answer, adapter, is_reload)
     raise SourcesFailedError(errors)
+
+
+def _is_begun(read: Callable[[], None]) -> bool:
+    """In a thread of its own; False where the system has none."""
+    try:
+        threading.Thread(target=read, name="loraplex-source", daemon=True).start()
+    except RuntimeError as error:
+        _log.warning("no thread for a source: %s", error)
+        return False
+    return True
 
 
 def _in_turns(adapters: Sequence[StoredAdapter]) -> list[StoredAdapter]:

@@ -672,6 +672,26 @@ def test_who_joins_a_load_from_a_source_that_hangs_gets_it_from_another(
     let_go(threaded)
 
 
+def test_where_the_system_has_no_thread_a_source_is_read_in_the_loads_own(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load failed, though the source was there."""
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "loraplex-source":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    rig.manager.attach_adapters([replace(rig.spec(each, "same"), adapter_name=f"t{each}/a") for each in (2, 3)])
+    rig.source.errors["/p3"] = AdapterPathNotFoundError("gone")
+    assert ask(rig, 3) is WaitsFor.LOAD
+    load(rig)
+    assert ask(rig, 3) is None
+    assert rig.source.opens["/p2"] == 1, "the other tenant's source"
+
+
 def test_few_sources_are_read_at_a_time(threaded: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "HEDGE_S", 0.001)
     specs = [threaded.spec(adapter_id, "same") for adapter_id in range(1, 10)]
