@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -903,3 +904,33 @@ def test_a_clone_that_the_store_refuses_leaves_no_name(bench: Bench) -> None:
     assert bench.registry.names() == ("sql",)
     assert bench.registry.lora_int_ids() == {}
     assert bench.registry.clone("sql", "copy", lora_int_id=3).status is LoadStatus.LOADED
+
+
+@pytest.mark.parametrize("is_verb", [False, True])
+def test_a_release_raises_nothing_where_the_system_has_no_thread(
+    monkeypatch: pytest.MonkeyPatch, is_verb: bool
+) -> None:
+    """The end of a request raised "can't start new thread", and the other adapters of its mix stayed held."""
+    refused, start = list[str](), threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "loraplex-drain" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    bench = Bench()
+    registry = LoRARegistry(bench.store, bench.sources.open)
+    for name in ("sql", "chat"):
+        registry.load(name, f"/{name}")
+    refs = [registry.acquire(name) for name in ("sql", "chat")]
+    registry.unload("sql")
+    (drain,) = registry._table.pending_drains("sql")
+    registry.release(refs[0])
+    assert refused
+    assert not drain.done.done()
+    if is_verb:
+        registry.unload("chat")
+    registry.release(refs[1])
+    assert drain.done.result(60)

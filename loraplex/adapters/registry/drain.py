@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Generic, ParamSpec, TypeVar
 
 from loraplex.adapter_store import AdapterStore
@@ -105,12 +105,31 @@ class Drain:
         self._names = names
         self._abort_grace_s = abort_grace_s
         self._on_unused = on_unused
+        self._late: list[PendingDrain] = []  # for which the system had no thread
         self._left: set[str] = set()  # directories that no version has, which the journal may not know
 
     def complete(self, drains: Iterable[PendingDrain]) -> None:
         """Do what is due of these, if no other thread did. Never raises: the error is in `done`."""
         for drain in drains:
             self._complete(drain)
+
+    def complete_later(self, drain: PendingDrain | None, run_later: Callable[[Callable[[], None]], object]) -> None:
+        """`complete` it. Where the system has no thread for that, the next release or verb tries again."""
+        due = [*self._take_late(), *([] if drain is None else [drain])]
+        if due:
+            try:
+                run_later(partial(self.complete, due))
+            except RuntimeError as error:
+                _log.warning("no thread for a drain: %s", error)
+                with self._names.lock:
+                    self._late += due
+
+    def _take_late(self) -> list[PendingDrain]:
+        if not self._late:
+            return []
+        with self._names.lock:
+            late, self._late = self._late, []
+        return late
 
     def _complete(self, drain: PendingDrain) -> None:
         version, table = drain.version, self._names.table
@@ -140,6 +159,7 @@ class Drain:
 
         Raises what the store raised for the drains that are done.
         """
+        self.complete(self._take_late())
         for drain in drains:
             self._complete(drain)
             if drain.then is AfterDrain.DROP and not drain.done.done():

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 from loraplex.adapter_store import AdapterStore, AddOutcome
 from loraplex.adapters.registry.adapter_name import (
@@ -75,7 +74,7 @@ class LoRARegistry:
     open_adapter: fetches and validates a source; raises AdapterError.
     run_later: takes what a drain does off the thread that released the last reference, because the store may block and
     `release` runs on an event loop. `submit` of an executor fits, unless verbs run on it too (they may wait for the
-    drain); an engine without threads passes a function that calls the job at once. It must not raise.
+    drain); an engine without threads passes a function that calls the job at once. RuntimeError of it: no thread.
     max_versions_kept: of one name, the current one counted; 1 keeps no earlier one.
     max_lora_rank: above which `open_adapter` refuses, for what makes adapters to load.
     journal: where names outlive the process; None: nowhere. on_change is told of switches, moves and unloads, on_unused
@@ -163,8 +162,7 @@ class LoRARegistry:
         """Return a reference. The last one of an unloaded, replaced or switched version completes its drain."""
         with self._lock:
             drain = self._table.in_use(ref.adapter_id).release()
-        if drain is not None:
-            self._run_later(partial(self._drain.complete, (drain,)))
+        self._drain.complete_later(drain, self._run_later)
 
     def resolve(self, name: str) -> LoRARef:
         """What answers for `name` (or for `name@N`) now, without a reference."""
