@@ -348,9 +348,12 @@ class Scheduler:
         """Returns the adapters and mixes that were found not ready."""
         blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}
         num_seats = self._max_running - self._num_seats_taken - self._mixes.num_more
-        while budget.may_admit and num_seats > 0 and (state := admission.next()) is not None:
+        while budget.num_tokens > 0 and num_seats > 0 and (state := admission.next()) is not None:
             if state.preempted_at_step == self._turns.step_id or state.request.request_id in self._leaving:
                 admission.pass_over(state)  # preempted in this very step, or KV of its name is in use until a commit
+                continue
+            if not budget.may_share(state.share):
+                admission.pass_tenant(state)
                 continue
             num_taken = self._mixes.needed_for(state.request.mix)
             lacks_seats = num_taken > num_seats and bool(self._running) and state.request.mix not in blocked
@@ -430,7 +433,7 @@ class Scheduler:
         self._turns.begin(state)
         self._mixes.begin(state)
         budget.take(num_tokens, state)
-        budget.num_shared_blocks -= num_cached // self._blocks.block_size
+        budget.take_shared(num_cached // self._blocks.block_size, state.share)
         scheduled.append(ScheduledSequence.next_of(state, num_tokens))
         return True
 

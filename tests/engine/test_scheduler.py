@@ -415,6 +415,23 @@ class TestBudgets:
         assert begun == [f"c{index}" for index in range(num_completions)]
         assert len(harness.plans) == -(-num_completions // num_most)
 
+    def test_completions_of_a_cached_prompt_hold_up_no_other_tenant(self) -> None:
+        """They cost their tenant next to nothing, so it came first in each step, and used up the step's cached blocks:
+        the look through the queue ended there."""
+        harness = Harness(num_blocks=512, seqs=16)
+        harness.add("first", 65, max_tokens=1, cache_salt="a", claim=Claim("a"))
+        harness.run()
+        names = (f"copy{index}" for index in itertools.count())
+        with patch.object(harness.scheduler.levels, "budget", lambda _: StepBudget(64, 64, num_shared_blocks=8)):
+            for step in range(6):
+                while sum(name.startswith("copy") for name in harness.scheduler._states) < 4:
+                    harness.add(next(names), 65, max_tokens=1, cache_salt="a", claim=Claim("a"))
+                if step == 0:
+                    for name in ("b0", "b1"):
+                        harness.add(name, 60, max_tokens=1, cache_salt=name, claim=Claim("b"))
+                harness.step()
+        assert {"b0", "b1"} <= set(harness.outputs)
+
     def test_no_more_than_max_num_seqs(self) -> None:
         harness = Harness(seqs=2)
         for name in "abc":

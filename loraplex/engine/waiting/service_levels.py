@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence
+from loraplex.engine.waiting.shares import TenantShare
 
 LEAST_SHARE = 8
 GROWTH = 16
@@ -43,17 +44,23 @@ MAX_SHARED_BLOCKS = 2**14
 @dataclass(slots=True)
 class StepBudget:
     """Tokens that a step may still run; of them, tokens of prompts; candidates of prompts' log probabilities; and
-    cached blocks of prompts that begin."""
+    cached blocks of prompts that begin. sharers: tenants whose prompts had such blocks."""
 
     num_tokens: int
     num_prompt_tokens: int
     num_candidates: int = MAX_CANDIDATES
     num_shared_blocks: int = MAX_SHARED_BLOCKS
+    sharers: set[TenantShare] = field(default_factory=set)
 
-    @property
-    def may_admit(self) -> bool:
-        """Whether a request may begin; of its cached blocks there may be more than are left."""
-        return self.num_tokens > 0 and self.num_shared_blocks > 0
+    def may_share(self, tenant: TenantShare) -> bool:
+        """Whether a request of the tenant may begin; of its cached blocks there may be more than are left. When none
+        are left, each other tenant begins one request with cached blocks, and as many as it has without."""
+        return self.num_shared_blocks > 0 or tenant not in self.sharers
+
+    def take_shared(self, num_blocks: int, tenant: TenantShare) -> None:
+        self.num_shared_blocks -= num_blocks
+        if num_blocks:
+            self.sharers.add(tenant)
 
     def shared_out(
         self, running: Sequence[RequestState], may_admit: Callable[[], bool]
