@@ -23,6 +23,7 @@ from loraplex.demo.tasks import adapter_path
 from loraplex.frontend import client as client_module
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.supervisor import Supervision
+from loraplex.processes.engine_child import ENGINE_MODULE
 from loraplex.server import ServerConfig, create_app
 from tests.frontend.processes import demo_config, is_running, stretched_base, temporary_folder, until, within
 from tests.server.conftest import client_of
@@ -154,7 +155,7 @@ async def test_a_storm_of_kills(engine: AsyncEngine, http: httpx.AsyncClient, ca
         while len(seen) < 4:
             for child in psutil.Process().children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if child.pid not in seen and client_module.ENGINE_MODULE in child.cmdline():
+                    if child.pid not in seen and ENGINE_MODULE in child.cmdline():
                         child.kill()
                         seen.add(child.pid)
             await asyncio.sleep(0.01)

@@ -686,13 +686,13 @@ async def test_a_clone_that_waits_for_its_turn_takes_nothing_of_anothers(tmp_pat
     """What its name means is looked up again when it runs: the operator has switched that meanwhile."""
     with tenancy(tmp_path, limits=Limits(adapters=10)) as server:
         async with client_of(server.app) as client:
-            turn = server.context.quota._turns["acme"] = asyncio.Lock()
-            async with turn, asyncio.timeout(60):
+            turns = server.context.quota._turns
+            async with turns.of("acme"), asyncio.timeout(60):
                 headers = server.headers("acme")
                 cloning = asyncio.create_task(
                     client.post("/v1/adapters/sql/clone", json={"name": "stolen"}, headers=headers)
                 )
-                while not turn._waiters:  # type: ignore[attr-defined]
+                while turns._clients["acme"].num_verbs < 2:
                     await asyncio.sleep(0.01)
                 await server.engine.on_registry(LoRARegistry.switch, "acme/sql", "private")
             cloned = await cloning
