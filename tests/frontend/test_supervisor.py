@@ -22,6 +22,7 @@ from loraplex.frontend.supervisor import (
     EngineSupervisor,
     Supervision,
 )
+from loraplex.processes.engine_child import EngineChild
 
 INFO = EngineInfo("/model", "llama", "float32", "torch", 100, 64, 8, 16, 0, (), "float32")
 
@@ -104,8 +105,17 @@ class Stage:
         await asyncio.sleep(0)
 
     def _make_client(
-        self, config: Any, on_outputs: Any, on_death: Any, on_progress: Any, *, on_events: Any, **_options: Any
+        self,
+        config: Any,
+        on_outputs: Any,
+        on_death: Any,
+        on_progress: Any,
+        *,
+        on_events: Any,
+        child: EngineChild,
+        **_options: Any,
     ) -> PlayedClient:
+        child.end()
         self.clients.append(PlayedClient(self.failures, on_death))
         self.tell_events = on_events
         return self.clients[-1]
