@@ -89,18 +89,17 @@ class Lists:
         """Of clients with a key: a client without one takes no place that they need."""
         if (refusal := await self._keys.refusal(request)) is not None:
             return refusal
-        async with self._turns.of(client_of(request)):
-            return await self._union(request, field)
+        client = self._keys.account(request.headers) or client_of(request)
+        async with self._turns.of(client):
+            return await self._union(request, field, client)
 
-    async def _union(self, request: Request, field: str) -> Response:
+    async def _union(self, request: Request, field: str, client: str) -> Response:
         found = await self._ask_all(request)
         if isinstance(found, Response):
             return found
         query = _Query(field, bool(request.query_params), request.query_params.get("limit", ""))
         make, num_bytes = partial(_union_of, found, query), sum(len(page.body) for page in found)
-        asked, body = (
-            make() if num_bytes <= SHORT_BODY_BYTES else await self._off_loop.run(client_of(request), make, num_bytes)
-        )
+        asked, body = make() if num_bytes <= SHORT_BODY_BYTES else await self._off_loop.run(client, make, num_bytes)
         if not asked:
             raise ApiError("no replica answers", status=503, kind="unavailable_error", code="no_replica")
         return Response(body, headers={REPLICAS_HEADER: ", ".join(asked)}, media_type="application/json")

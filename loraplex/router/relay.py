@@ -128,7 +128,7 @@ class Relayed(Response):
                         last = answer, refusal
                         continue
                     if answer.status < 300 and self._request.scope["path"] in GENERATION_PATHS:
-                        replica.known.learn_served(self._needs)
+                        replica.known.learn_served(self._needs, self._keys.account(self._request.headers))
                         self._keys.learn_served(self._needs)
                     await self._pass_on(answer, replica, send)
                 finally:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import tracemalloc
+from collections import Counter
 from typing import Any
 
 import httpx
 import pytest
 
-from loraplex.router import lists
+from loraplex.router import keys, lists
 from loraplex.router.lists import _Page, _Query, _union_of
 from loraplex.server.urls import source_of
 from tests.router.parts import RawReplica, replicas, router
@@ -66,6 +67,33 @@ async def test_few_lists_are_made_at_a_time_and_those_of_clients_that_have_gone_
         listing.release.set()
         assert (await stays).status_code == 200
         assert len(raw.requests) < 20, "those that had not begun never do"
+
+
+async def test_lists_of_a_tenants_keys_have_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten keys of one tenant had all places, and another tenant's list waited for seconds."""
+    monkeypatch.setattr(keys, "PATH", b"/v1/adapters?limit=1")
+    asked: Counter[bytes] = Counter()
+    release = asyncio.Event()
+
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        key = request.partition(b"Bearer ")[2].partition(b"\r")[0]
+        if b"limit=1" not in request.partition(b"\r")[0]:
+            asked[key[:1]] += 1
+            await release.wait()
+        head = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-loraplex-tenant: " + key[:1]
+        writer.write(head + b'\r\ncontent-length: 11\r\n\r\n{"data":[]}')
+
+    async with RawReplica(answer).running() as raw, router([raw.name]) as front:
+        calls = [
+            asyncio.ensure_future(front.client.get("/v1/adapters", headers={"Authorization": f"Bearer {key}"}))
+            for key in [f"a-{number}" for number in range(3 * lists.MAX_LISTS)]
+        ]
+        await front.until(lambda: asked[b"a"] == lists.MAX_LISTS_OF_A_CLIENT)
+        other = asyncio.ensure_future(front.client.get("/v1/adapters", headers={"Authorization": "Bearer b-1"}))
+        await front.until(lambda: asked[b"b"] == 1)
+        assert asked[b"a"] == lists.MAX_LISTS_OF_A_CLIENT
+        release.set()
+        assert {answer.status_code for answer in await asyncio.gather(*calls, other)} == {200}
 
 
 async def test_a_refusal_does_not_wait_for_a_replica_that_hangs() -> None:
