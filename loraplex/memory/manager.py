@@ -319,7 +319,8 @@ class LoRAModelManager:
             return self._residency.demote_locked(adapter.weights) or was_pinned
 
     def evict_adapter(self, adapter_id: int) -> bool:
-        """One tier down: device to host, or host to source. False when it is in use, pinned, loading, or in no tier.
+        """One tier down: device to host, or host to source. False when it is in use, pinned, loading, in no tier, or of
+        another tenant as well.
 
         Out of memory it stays until it is asked for: no prediction brings it back.
         """
@@ -328,6 +329,8 @@ class LoRAModelManager:
             self._residency.await_loan_locked(weights)
             if self._residency.demote_locked(weights):
                 return True
+            if len(weights.tenants) > 1:
+                return False
             weights.is_prediction_off = weights.num_running == 0
             if weights.host is None or not weights.is_idle:
                 return False

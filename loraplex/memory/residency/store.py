@@ -413,8 +413,8 @@ class WeightStore:
         self._lock.notify_all()
 
     def demote_locked(self, weights: StoredWeights) -> bool:
-        """By name, not for room; False when it may not leave the device or is not there."""
-        if not (weights.is_on_device and weights.is_idle):
+        """By name, not for room; False when it may not leave the device or is not there, or several tenants have it."""
+        if not (weights.is_on_device and weights.is_idle) or len(weights.tenants) > 1:
             return False
         self.log.counters.evictions["verb"] += 1
         self.leave_device_locked(weights)

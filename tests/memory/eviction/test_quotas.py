@@ -296,6 +296,22 @@ def test_a_load_beyond_one_tenants_limit_ends_no_add_of_another_with_its_content
     rig.manager.check_integrity()
 
 
+def test_a_verb_of_one_tenant_takes_no_content_from_another(rig: Rig) -> None:
+    """A tenant with a copy of another's adapter, or of a public one, evicted it for both, as often as it liked."""
+    rig.manager.attach_adapters([spec(rig, 1, "acme", "same"), spec(rig, 2, "beta", "same"), spec(rig, 3, "beta")])
+    for number in (1, 3):
+        assert ask(rig, number) is None
+        rig.manager.release(number)
+    assert on_device(rig, 1, 2, 3) == [True, True, True]
+    assert not rig.manager.evict_adapter(2)
+    assert not rig.manager.deactivate_adapter(2)
+    assert rig.manager.evict_adapter(3), "no other tenant has it"
+    assert on_device(rig, 1, 2, 3) == [True, True, False]
+    rig.manager.drop_adapter(1)
+    assert rig.manager.evict_adapter(2), "it is beta's alone now"
+    rig.manager.check_integrity()
+
+
 def test_pins_and_requests_of_another_tenant_are_not_in_its_way(rig: Rig) -> None:
     limit(rig, acme=(1, None), beta=(1, None))
     rig.manager.attach_adapters([spec(rig, 1, "acme", "same"), spec(rig, 2, "beta", "same")])
