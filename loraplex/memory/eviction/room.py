@@ -45,6 +45,7 @@ class Room:
         """tenants: of all adapters that the store knows, with how many each has."""
         self._clock = tiers.clock
         self._tenants = tenants
+        self._tiers = tiers
         self._host = tiers.host
         self._device = tiers.device
         self._retired = retired
@@ -146,6 +147,8 @@ class Room:
         """It has come to a tier or left one, or has other adapters than before."""
         self.uses[Tier.HOST].count(weights, weights.host)
         self.uses[Tier.DEVICE].count(weights, weights.device)
+        if self._tiers.disk is not None:
+            self._tiers.disk.assign(weights.digest, frozenset(weights.tenants))
 
     def fewest(
         self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights], at_least: int = 0

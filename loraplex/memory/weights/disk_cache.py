@@ -6,8 +6,8 @@ Behind the digest of an adapter with packed norms of the base's rows stands a ha
 decide its bytes and no other adapter's: a checkpoint that is written again leaves the others where they are.
 
 Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for
-who has it open, and each process keeps the folder within its own byte budget by deleting the least recently used files,
-its own or not. What others do is noticed at the next look (RESCAN_S), so that until then the folder may hold more than
+who has it open, and each process keeps the folder within its own byte budget by deleting files, its own or not: of
+tenants beyond their share the least recently used (disk_books.py). What others do is noticed at the next look (RESCAN_S), so that until then the folder may hold more than
 its budget. A file that is not what was written is deleted. Nothing here raises OSError: a disk that is full, read-only
 or gone means a cache that holds nothing.
 """
@@ -18,7 +18,6 @@ import enum
 import errno
 import fcntl
 import hashlib
-import heapq
 import itertools
 import logging
 import math
@@ -37,6 +36,7 @@ from pathlib import Path
 import torch
 
 from loraplex.kernels.checksum import Checksums, checksums
+from loraplex.memory.weights.disk_books import OPERATOR, DiskBooks
 from loraplex.memory.weights.disk_file import (
     IDENTITY_BYTES,
     DamagedFileError,
@@ -144,9 +144,10 @@ class DiskCache:
         self._next_complaint_s = -math.inf
         self._max_bytes = max_bytes
         self._counts: Counter[str] = Counter()  # of DiskStats
-        self._files: dict[str, int] = {}  # path -> bytes
-        self._by_age: list[tuple[int, str]] = []  # a heap of (mtime in ns when last seen, path); may name what is gone
-        self._used_bytes = self._reserved_bytes = 0
+        self._books = DiskBooks()
+        self._tenants_of: dict[str, frozenset[str]] = {}  # by digest; the operator's alone are not there
+        self._changed: set[str] = set()  # digests of files that are others' than the books say
+        self._reserved_bytes = 0
         self._scanned_s = 0.0
         self._rescan()
 
@@ -158,7 +159,7 @@ class DiskCache:
         """As `has`, without a look at the disk for a file that is in the books: a list asks of many, between two steps.
         One that another process deleted is there until the next look."""
         names = (self._normed(digest), digest)
-        return any(str(self._file(name)) in self._files for name in names) or any(map(self._is_file, names))
+        return bool(self._listed(digest)) or any(map(self._is_file, names))
 
     def read_layout(self, digest: str, on_damage: Callable[[], None] = lambda: None) -> StoredLayout | None:
         """None when there is no good file; one that is damaged is deleted, and then `on_damage` is called."""
@@ -228,21 +229,32 @@ class DiskCache:
                 file.unlink()
             except OSError:
                 return False
-            self._forget(str(file))
+            self._books.forget(str(file))
             return True
+
+    def assign(self, digest: str, tenants: frozenset[str]) -> None:
+        """Adapters of these have the content now; it is the operator's where none has. Waits for no lock and no disk:
+        the next write regards it."""
+        tenants = tenants or OPERATOR
+        if tenants == self._tenants_of.get(digest, OPERATOR):
+            return
+        if tenants == OPERATOR:
+            del self._tenants_of[digest]
+        else:
+            self._tenants_of[digest] = tenants
+        if self._listed(digest):
+            self._changed.add(digest)
 
     def stats(self) -> DiskStats:
         with self._lock:
-            return DiskStats(self._used_bytes, self._max_bytes, len(self._files), **self._counts)
+            return DiskStats(self._books.used_bytes, self._max_bytes, len(self._books.files), **self._counts)
 
     def check_integrity(self) -> None:
         """AssertionError unless the books say what is on the disk; while no process writes here or there."""
         with self._lock:
             found = {path: status.st_size for path, status in self._walk()}
-            assert self._files == found, f"{len(self._files)} files in the books, {len(found)} on the disk"
-            assert self._used_bytes == sum(found.values()), "the sum of the files is wrong"
             assert self._reserved_bytes == 0, f"{self._reserved_bytes} bytes are reserved for no write"
-            assert {path for _, path in self._by_age} >= set(found), "a file that is never deleted"
+            self._books.check_integrity(found)
 
     # --------------------------------------------------------------------------------------------------------- one file
 
@@ -259,6 +271,11 @@ class DiskCache:
             return stat.S_ISREG(os.lstat(self._file(name)).st_mode)
         except OSError:
             return False
+
+    def _listed(self, digest: str) -> list[str]:
+        """The paths of its files that are in the books."""
+        paths = [str(self._file(name)) for name in (self._normed(digest), digest)]
+        return [path for path in paths if path in self._books.files]
 
     def _file(self, name: str) -> Path:
         if not _DIGEST.fullmatch(name):
@@ -308,7 +325,7 @@ class DiskCache:
     def _write(self, file: Path, header: bytes, views: Sequence[torch.Tensor]) -> bool:
         """False for lack of room. Raises OSError, and leaves nothing."""
         nbytes = len(header) + sum(view.numel() for view in views)
-        if not self._reserve(nbytes):
+        if not self._reserve(nbytes, self._tenants_at(str(file))):
             text = f"no room for {nbytes} bytes within the budget and {MAX_FULLNESS:.0%} of the disk"
             self._complain(OSError(errno.ENOSPC, text))
             return False
@@ -325,34 +342,30 @@ class DiskCache:
 
     # ------------------------------------------------------------------------------------------------------- the budget
 
-    def _reserve(self, nbytes: int) -> bool:
-        """Room for a file, for which the least recently used ones go; False, and none goes, when that is not enough.
-        Raises OSError."""
+    def _reserve(self, nbytes: int, tenants: frozenset[str]) -> bool:
+        """Room for a file of these tenants, for which others go; False when that is not enough. Raises OSError."""
         with self._lock:
             if self._clock() - self._scanned_s >= RESCAN_S:
                 self._rescan()
-            lack = max(
-                self._used_bytes + self._reserved_bytes + nbytes - self._max_bytes,
-                nbytes - self._free_disk_bytes(),
-            )
-            if lack > self._used_bytes:
+            self._regroup()
+            used_bytes = self._books.used_bytes + self._reserved_bytes
+            most_bytes = min(self._max_bytes, used_bytes + self._free_disk_bytes())
+            lack = used_bytes + nbytes - most_bytes
+            if lack > self._books.used_bytes:
                 return False
-            while lack > 0 and self._by_age:
-                lack -= self._evict_oldest()
+            while lack > 0 and (found := self._books.pop_next(tenants, nbytes, most_bytes)) is not None:
+                lack -= self._evict(*found)
             if lack > 0:
                 return False
             self._reserved_bytes += nbytes
             return True
 
-    def _evict_oldest(self) -> int:
-        """Bytes that are free now; 0 when the oldest was used meanwhile, is gone, or cannot be deleted."""
-        seen_ns, path = heapq.heappop(self._by_age)
-        if path not in self._files:
-            return 0
+    def _evict(self, seen_ns: int, path: str) -> int:
+        """Bytes that are free now; 0 when it was used meanwhile, or cannot be deleted."""
         try:
             status = os.lstat(path)
             if status.st_mtime_ns > seen_ns:
-                heapq.heappush(self._by_age, (status.st_mtime_ns, path))
+                self._enter(path, status.st_size, status.st_mtime_ns)
                 return 0
             os.unlink(path)
             self._count("num_evictions")
@@ -361,7 +374,7 @@ class DiskCache:
         except OSError as error:
             self._complain(error)
             return 0
-        return self._forget(path)
+        return self._books.forget(path)
 
     def _free_disk_bytes(self) -> int:
         """Until the disk is as full as it may be. Raises OSError."""
@@ -369,20 +382,26 @@ class DiskCache:
         return int((disk.f_bavail - (1 - MAX_FULLNESS) * disk.f_blocks) * disk.f_frsize)
 
     def _enter(self, path: str, nbytes: int, mtime_ns: int) -> None:
-        self._used_bytes += nbytes - self._files.get(path, 0)
-        self._files[path] = nbytes
-        heapq.heappush(self._by_age, (mtime_ns, path))
+        self._books.enter(path, nbytes, mtime_ns, self._tenants_at(path))
 
-    def _forget(self, path: str) -> int:
-        nbytes = self._files.pop(path, 0)
-        self._used_bytes -= nbytes
-        return nbytes
+    def _tenants_at(self, path: str) -> frozenset[str]:
+        """Of a file; a file of another form is the operator's."""
+        folder, _, name = path.rpartition("/")
+        if not self._tenants_of or folder != str(self._own_folder):
+            return OPERATOR
+        digest = name.removesuffix(".lora")
+        found = self._tenants_of.get(digest) or self._tenants_of.get(digest.removesuffix(self._of_weights))
+        return found or OPERATOR
+
+    def _regroup(self) -> None:
+        while self._changed:
+            for path in self._listed(self._changed.pop()):
+                entry = self._books.files[path]
+                self._enter(path, entry.nbytes, entry.mtime_ns)
 
     def _rescan(self) -> None:
         self._scanned_s = self._clock()
-        self._files.clear()
-        self._by_age.clear()
-        self._used_bytes = 0
+        self._books = DiskBooks()
         for path, status in self._walk():
             self._enter(path, status.st_size, status.st_mtime_ns)
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core import AdapterSpec, Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError
 from loraplex.memory.eviction.shares import RECENT_S
+from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import Packer
+from tests.kernels.cases import BACKENDS
 from tests.memory.fake_copies import FakeCopies
-from tests.memory.rig import Rig, make_model
+from tests.memory.rig import BASE, TARGETS, Rig, make_model
 
 
 @pytest.fixture(params=[False, True], ids=["one memory", "two memories"])
@@ -40,6 +44,20 @@ def test_what_is_within_a_share_stays_while_another_tenant_goes_round(rig: Rig, 
         rig.clock.now_s += 1
         use(rig, number)
         assert rig.tier_of(1) == "device"
+    rig.manager.check_integrity()
+
+
+def test_a_share_of_the_disk_stays_too(rig: Rig, tmp_path: Path) -> None:
+    """An adapter that left memory long ago comes back without its source, however many others were loaded since."""
+    packer = Packer(TARGETS, BACKENDS[0], torch.float32, BASE)
+    nbytes = 4 * (Rig.packed_nbytes(make_model("size")) + 3 * 4096)
+    disk = rig.manager._tiers.disk = DiskCache(tmp_path, nbytes, "form", packer.check_layout)
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "beta") for number in range(2, 12))])
+    for number in range(1, 12):
+        use(rig, number)
+        rig.clock.now_s += RECENT_S + 1
+    assert rig.tier_of(1) == "disk"
+    assert disk.stats().num_evictions > 0
     rig.manager.check_integrity()
 
 

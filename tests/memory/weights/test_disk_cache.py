@@ -570,6 +570,73 @@ def test_what_cannot_fit_evicts_nobody(tmp_path: Path) -> None:
     assert (cache.stats().num_refused, cache.stats().num_evictions) == (1, 0)
 
 
+def of_tenants(cache: DiskCache, **digests: str) -> None:
+    for tenant, letters in digests.items():
+        for digest in letters:
+            cache.assign(digest, frozenset({tenant}))
+
+
+def test_a_tenant_beyond_its_share_makes_its_own_room(tmp_path: Path) -> None:
+    """However long the others have not used theirs."""
+    cache = cache_in(tmp_path, 6 * NUM_PAGES * 4096)
+    of_tenants(cache, acme="abc", beta="def0123")
+    fill(cache, "abcdef")
+    for digest in "0123":
+        assert cache.write(digest, *adapter_of([2 * 4096]))
+    assert digests_in(tmp_path) == set("abc123")
+    cache.check_integrity()
+
+
+def test_what_a_tenant_has_beyond_its_share_makes_room_for_others(tmp_path: Path) -> None:
+    """Used just now or not; what is not needed is no one's."""
+    cache = cache_in(tmp_path, 6 * NUM_PAGES * 4096)
+    of_tenants(cache, beta="abcdef", acme="0123", gamma="45")
+    fill(cache, "abcdef")  # of one that was alone
+    for digest in "012":
+        assert cache.write(digest, *adapter_of([2 * 4096]))
+    assert digests_in(tmp_path) == set("def012")
+    assert cache.write("3", *adapter_of([2 * 4096]))
+    assert digests_in(tmp_path) == set("def123")
+    for digest in "45":  # a third one: two of each
+        assert cache.write(digest, *adapter_of([2 * 4096]))
+    assert digests_in(tmp_path) == set("ef2345")
+    cache.check_integrity()
+
+
+def test_a_file_of_several_tenants_is_kept_for_any_of_them(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path, 4 * NUM_PAGES * 4096)
+    of_tenants(cache, beta="bcd01e")
+    cache.assign("a", frozenset({"acme", "beta"}))
+    fill(cache, "abcd")
+    for digest in "01":
+        assert cache.write(digest, *adapter_of([2 * 4096]))
+    assert digests_in(tmp_path) == set("ad01")
+    cache.assign("a", frozenset({"beta"}))  # the other one unloaded it
+    assert cache.write("e", *adapter_of([2 * 4096]))
+    assert digests_in(tmp_path) == set("d01e")
+
+
+def test_what_was_there_before_its_adapters_is_theirs_when_it_matters(tmp_path: Path) -> None:
+    """After a start the folder is read first; none waits for a look at all of it."""
+    fill(cache_in(tmp_path), "abcd")
+    cache = cache_in(tmp_path, 4 * NUM_PAGES * 4096)
+    of_tenants(cache, acme="ab", beta="cd01")
+    for digest in "01":
+        assert cache.write(digest, *adapter_of([2 * 4096]))
+    assert digests_in(tmp_path) == set("ab01")
+    cache.check_integrity()
+
+
+def test_a_file_beyond_its_tenants_share_takes_no_others(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path, 4 * NUM_PAGES * 4096)
+    of_tenants(cache, acme="ab", beta="0")
+    fill(cache, "ab")
+    assert not cache.write("0", *adapter_of([8 * 4096]))
+    assert digests_in(tmp_path) == set("ab")
+    assert cache.stats().num_refused == 1
+    cache.check_integrity()
+
+
 def test_touching_is_written_once_a_minute(tmp_path: Path) -> None:
     clock = FakeClock()
     cache = cache_in(tmp_path, clock=clock)
@@ -588,7 +655,8 @@ def test_touching_is_written_once_a_minute(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=50)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["write", "read", "drop", "touch", "later"]), st.integers(0, 7)), max_size=40
+        st.tuples(st.sampled_from(["write", "read", "drop", "touch", "assign", "later"]), st.integers(0, 7)),
+        max_size=40,
     )
 )
 def test_the_folder_never_holds_more_than_its_budget(steps: list[tuple[str, int]]) -> None:
@@ -599,8 +667,7 @@ def test_the_folder_never_holds_more_than_its_budget(steps: list[tuple[str, int]
         for verb, i in steps:
             layout, views, checksums = adapters[i]
             if verb == "write":
-                assert cache.write(f"{i}", layout, views, checksums)
-                assert cache.has(f"{i}")
+                assert cache.write(f"{i}", layout, views, checksums) == cache.has(f"{i}")
             elif verb == "read":
                 found = empty(views)
                 is_there = cache.has(f"{i}")
@@ -611,6 +678,8 @@ def test_the_folder_never_holds_more_than_its_budget(steps: list[tuple[str, int]
                 assert cache.drop(f"{i}") == is_there
             elif verb == "touch":
                 cache.touch(f"{i}")
+            elif verb == "assign":
+                cache.assign(f"{i}", frozenset(["acme", "beta", "gamma"][i % 3 : 1 + i % 4]))
             else:
                 clock.now_s += 30
             cache.check_integrity()
