@@ -5,7 +5,7 @@ A front knows its own requests at once, and those of other fronts from the repli
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,15 @@ from loraplex.routing import POLICIES, KnownMemory, Needs, Snapshot
 from loraplex.routing.policies import order
 
 
+MAX_ADAPTERS = 1000
+"""In what a replica says of itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What a replica says of itself. number: counts its looks. num_by_front: requests of each front, by its name.
-    tiers: of the adapters used last, that one last."""
+    tiers: of adapters that are not at their source alone, at most MAX_ADAPTERS: the farthest first, and of one tier the
+    one used last at the end."""
 
     number: int = 0
     is_healthy: bool = True
@@ -39,6 +44,17 @@ class _Replica:
     """The tenant of each request that is there now."""
 
     by_tenant: Counter[str] = field(default_factory=Counter)
+    begun: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_ADAPTERS))
+    """Adapters of requests that the last figures may not know of."""
+
+    def learn(self, figures: Figures, now_s: float) -> None:
+        """What they do not name has left its memory, unless it has more on its device than they name."""
+        self.figures, self.seen_s = figures, now_s
+        if sum(tier == Tier.DEVICE for tier in figures.tiers.values()) < MAX_ADAPTERS:
+            self.known.tiers.clear()
+        self.known.learn_tiers((each, Tier(tier)) for each, tier in figures.tiers.items())
+        self.known.learn_tiers((each, Tier.DEVICE) for each in self.begun)
+        self.begun.clear()
 
 
 class Choice:
@@ -62,8 +78,7 @@ class Choice:
             if known is None:
                 known = self._replicas[name] = _Replica(Figures(), now_s)
             if values and values["number"] != known.figures.number:
-                known.figures, known.seen_s = Figures(**values), now_s
-                known.known.learn_tiers((each, Tier(tier)) for each, tier in known.figures.tiers.items())
+                known.learn(Figures(**values), now_s)
 
     def order(self, needs: Needs, names: Iterable[str], front: str = "") -> list[str]:
         """Of those that were seen, the first one takes the request, the next where it does not; healthy ones first.
@@ -86,6 +101,8 @@ class Choice:
         self._place_of[request_id] = name
         replica.requests[request_id] = needs.tenant
         replica.known.learn_served(needs)
+        if needs.adapter is not None:
+            replica.begun.append(needs.adapter)
         if needs.tenant is not None:
             replica.by_tenant[needs.tenant] += 1
 

@@ -15,7 +15,8 @@ from starlette.datastructures import Headers
 from loraplex.adapters.registry import LoRARegistry, NameQuery
 from loraplex.core import Tier
 from loraplex.errors import EngineError, LoraplexError
-from loraplex.serve.choice import Figures
+from loraplex.routing.policies import TIER_ORDER
+from loraplex.serve.choice import MAX_ADAPTERS, Figures
 from loraplex.serve.exchange import REPLICA_HEADER, Call, Exchange, Head
 from loraplex.serve.scaling import LATE_SHARE, LateShare
 from loraplex.serve.settings import FAILED_STARTS, RayConfig
@@ -25,9 +26,6 @@ from loraplex.server.config import ServerConfig
 from loraplex.server.connections import account_of
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
-
-MAX_ADAPTERS = 1000
-"""Of those used last, in what a replica says of itself."""
 
 STATS_TIMEOUT_S = 5.0
 
@@ -120,10 +118,10 @@ class Replica:
 
 
 def _tiers(registry: LoRARegistry) -> dict[str, str]:
-    """By name, the one used last at the end."""
-    used = (info for info in registry.infos(NameQuery()) if info.tier is not Tier.SOURCE)
-    last = heapq.nlargest(MAX_ADAPTERS, used, lambda info: info.last_used_time)
-    return {info.ref.adapter_name: info.tier.value for info in reversed(last)}
+    """By name, in the order of `Figures`."""
+    held = (info for info in registry.infos(NameQuery()) if info.tier is not Tier.SOURCE)
+    nearest = heapq.nlargest(MAX_ADAPTERS, held, lambda info: (-TIER_ORDER[info.tier], info.last_used_time))
+    return {info.ref.adapter_name: info.tier.value for info in reversed(nearest)}
 
 
 def server_of_replica(server: ServerConfig) -> ServerConfig:

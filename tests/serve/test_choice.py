@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loraplex.core import Tier
 from loraplex.routing import POLICIES, Needs
-from loraplex.serve.choice import Choice, Figures
+from loraplex.serve.choice import MAX_ADAPTERS, Choice, Figures
 
 
 def figures(**values: Any) -> dict[str, Any]:
@@ -27,6 +27,32 @@ def test_weights_that_a_replica_has_decide_between_equal_queues() -> None:
     made = choice(a=figures(), b=figures(tiers={"sql": "device"}), c=figures(tiers={"sql": "host"}))
     assert made.order(Needs("sql"), ("a", "b", "c")) == ["b", "c", "a"]
     assert made.order(Needs("chat"), ("a", "b", "c")) == ["a", "b", "c"]
+
+
+def test_what_left_a_replicas_memory_is_not_looked_for_there() -> None:
+    """Where no disk tier is, figures name it no more."""
+    made = choice(a=figures(tiers={"chat": "device"}), b=figures(tiers={"sql": "device"}))
+    assert made.order(Needs("sql"), ("a", "b")) == ["b", "a"]
+    made.see({"a": figures(number=2), "b": figures(number=2, tiers={"chat": "device"})})
+    assert made.order(Needs("sql"), ("a", "b")) == ["a", "b"]
+    assert made.order(Needs("chat"), ("a", "b")) == ["b", "a"]
+
+
+def test_what_was_sent_since_the_last_figures_is_there() -> None:
+    made = choice(a=figures(), b=figures())
+    made.begin("b", "1", Needs("sql"))
+    made.end("b", "1")
+    made.see({"a": figures(number=2), "b": figures(number=2)})
+    assert made.order(Needs("sql"), ("a", "b")) == ["b", "a"], "these may be older than the request"
+    made.see({"a": figures(number=3), "b": figures(number=3)})
+    assert made.order(Needs("sql"), ("a", "b")) == ["a", "b"]
+
+
+def test_a_replica_with_more_on_its_device_than_it_names_keeps_what_is_known() -> None:
+    made = choice(a=figures(), b=figures(tiers={"sql": "device"}))
+    many = {str(number): "device" for number in range(MAX_ADAPTERS)}
+    made.see({"b": figures(number=2, tiers=many), "a": figures(number=2)})
+    assert made.order(Needs("sql"), ("a", "b")) == ["b", "a"]
 
 
 def test_what_it_sent_counts_at_once_and_that_of_others_with_the_next_figures() -> None:
