@@ -14,7 +14,6 @@ from loraplex.core import Tier
 from loraplex.routing import POLICIES, KnownMemory, Needs, Snapshot
 from loraplex.routing.policies import order
 
-
 MAX_ADAPTERS = 1000
 """In what a replica says of itself."""
 
