@@ -55,6 +55,13 @@ class _Replica:
         self.known.learn_tiers((each, Tier.DEVICE) for each in self.begun)
         self.begun.clear()
 
+    def unlearn(self, adapter: str | None) -> None:
+        """A request for it went elsewhere."""
+        if adapter in self.begun:
+            self.begun.remove(adapter)
+            if adapter not in self.begun and adapter not in self.figures.tiers:
+                self.known.tiers.pop(adapter, None)
+
 
 class Choice:
     """Belongs to one front. `max_requests`: of a replica, before it counts as full."""
@@ -97,6 +104,7 @@ class Choice:
             return
         if place is not None:
             self.end(place, request_id)
+            self._replicas[place].unlearn(needs.adapter)
         self._place_of[request_id] = name
         replica.requests[request_id] = needs.tenant
         replica.known.learn_served(needs)

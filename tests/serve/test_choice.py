@@ -48,6 +48,19 @@ def test_what_was_sent_since_the_last_figures_is_there() -> None:
     assert made.order(Needs("sql"), ("a", "b")) == ["a", "b"]
 
 
+def test_a_replica_without_a_place_for_a_request_has_no_weights_of_it() -> None:
+    made = choice(a=figures(), b=figures(tiers={"chat": "device"}))
+    made.begin("a", "1", Needs("sql"))
+    made.begin("b", "1", Needs("sql"))
+    made.begin("b", "2", Needs("chat"))
+    made.begin("a", "2", Needs("chat"))
+    for request_id in "12":
+        made.end("a", request_id)
+        made.end("b", request_id)
+    assert made.order(Needs("sql"), ("a", "b")) == ["b", "a"]
+    assert made.order(Needs("chat"), ("a", "b")) == ["a", "b"], "both have it"
+
+
 def test_a_replica_with_more_on_its_device_than_it_names_keeps_what_is_known() -> None:
     made = choice(a=figures(), b=figures(tiers={"sql": "device"}))
     many = {str(number): "device" for number in range(MAX_ADAPTERS)}

@@ -7,9 +7,9 @@ decide its bytes and no other adapter's: a checkpoint that is written again leav
 
 Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for
 who has it open, and each process keeps the folder within its own byte budget by deleting files, its own or not: of
-tenants beyond their share the least recently used (disk_books.py). What others do is noticed at the next look (RESCAN_S), so that until then the folder may hold more than
-its budget. A file that is not what was written is deleted. Nothing here raises OSError: a disk that is full, read-only
-or gone means a cache that holds nothing.
+tenants beyond their share the least recently used (disk_books.py). What others do is noticed at the next look
+(RESCAN_S), so that until then the folder may hold more than its budget. A file that is not what was written is deleted.
+Nothing here raises OSError: a disk that is full, read-only or gone means a cache that holds nothing.
 """
 
 from __future__ import annotations
