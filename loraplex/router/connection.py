@@ -56,12 +56,12 @@ class LostError(LoraplexError):
 
 
 class Answer:
-    """Its head has come. `close` it: where all was read, its connection is kept."""
+    """Its head has come. `close` it: where all was read, its connection is kept. It has the connection until then."""
 
     def __init__(self, connection: _Connection, status: int, headers: Headers, silence_s: float, turns: Turns) -> None:
         self.status = status
         self.headers = headers
-        self._connection = connection
+        self._connection: _Connection | None = connection
         self._silence_s = silence_s
         self._turns = turns
         self._unread: bytes | None = None
@@ -75,18 +75,20 @@ class Answer:
         if self._unread is not None:
             yield self._unread
             return
-        while piece := await self._connection.piece(self._silence_s):
+        while self._connection is not None and (piece := await self._connection.piece(self._silence_s)):
             yield piece
             await self._turns.next()
 
     async def read(self, max_bytes: int) -> bytes:
         """All of it, and it is closed. Raises LostError where it breaks off or is longer."""
         body = bytearray()
+        assert self._connection is not None, "it was closed"
+        name = self._connection.name
         try:
             async for piece in self.pieces():
                 body += piece
                 if len(body) > max_bytes:
-                    raise LostError(f"{self._connection.name} answered with more than {max_bytes} bytes")
+                    raise LostError(f"{name} answered with more than {max_bytes} bytes")
         finally:
             self.close()
         return bytes(body)
@@ -97,7 +99,10 @@ class Answer:
         return self._unread
 
     def close(self) -> None:
-        self._connection.end()
+        """It may be called again: the connection may have the next request by then."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.end()
 
 
 class Line:
@@ -221,9 +226,7 @@ class _Connection(SmallReads):
         return piece
 
     def end(self) -> None:
-        """The request is over. It may be called again."""
-        if self._parser is None:
-            return
+        """The request is over."""
         self._parser = None
         is_usable = self._is_reusable and self._is_whole and not self.is_closing
         if not is_usable or len(self._idle) >= MAX_IDLE_CONNECTIONS:

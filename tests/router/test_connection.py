@@ -85,6 +85,22 @@ def test_an_answer_may_come_in_any_pieces(answer: bytes, cuts: set[int]) -> None
     assert asyncio.run(read()) == b"hello"
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_an_answer_that_is_closed_again_ends_no_later_request(is_whole: bool) -> None:
+    """Its connection has the next request by then, whose reader would wait, or get what comes for a third one."""
+    pieces: list[bytes | None] = [PLAIN] if is_whole else [PLAIN[:-2], PLAIN[-2:]]
+    server = Server([PLAIN], pieces, [PLAIN.replace(b"hello", b"other")])
+    async with server.line() as line:
+        first = await get(line)
+        assert await first.peek(5) == b"hello"
+        second = await get(line)
+        first.close()
+        third = await get(line)
+        assert await second.read(5) == b"hello"
+        assert await third.read(5) == b"other"
+        assert server.num_connections == 2
+
+
 async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     async with Server([ENDLESS, None]).line() as line:
         assert await (await get(line)).read(5) == b"hello"
