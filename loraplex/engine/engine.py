@@ -150,7 +150,9 @@ class EngineCore:
             if self._blocks.num_chunks_owed and not self._flights:
                 self.vacate_kv(min(MAX_VACATED_CHUNKS, self._blocks.num_chunks_owed))
             return self._scheduler.schedule()
-        except MemoryError as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             self._caretaker.monitor.alarm(f"a step could not be scheduled for lack of memory: {error}")
             return SchedulePlan(-1, ())
 

@@ -274,8 +274,12 @@ class KVBlockAllocator:
 
     def _move(self, chunk: int, sources: Sequence[int], targets: Sequence[int], moved: _Moved) -> bool:
         """Empty a chunk and give it back; False when it is fenced."""
-        if sources:
-            moved.move(sources, targets)
+        try:
+            if sources:
+                moved.move(sources, targets)
+        except Exception:
+            self._pool.release(targets)
+            raise
         for source, target in zip(sources, targets, strict=True):
             self._pool.hand_over(source, target)
             moved.note(source, target)

@@ -250,6 +250,21 @@ def test_memory_is_told_of_every_step_in_flight(driver: Driver, bench: Bench, mo
     assert (most, in_flight) == (2, set())
 
 
+def test_without_memory_to_move_kv_a_step_runs_later(
+    driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = Asked(driver, bench, None)
+
+    def vacate(num_chunks: int, _: object) -> int:
+        monkeypatch.setattr(driver.engine._blocks, "_num_owed", 0)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+
+    monkeypatch.setattr(driver.engine._blocks, "_num_owed", 1)
+    monkeypatch.setattr(driver.engine._blocks, "vacate", vacate)
+    driver.finish()
+    each.check()
+
+
 def test_kv_is_moved_only_while_no_step_is_in_flight(
     driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,24 @@ def test_all_chunks_that_are_vacated_at_once_cost_one_walk_over_tables(monkeypat
         assert bool((shared.kv[list(shared.blocks.block_table(f"s{index}"))] == index + 1).all())
 
 
+def test_kv_that_cannot_be_moved_for_lack_of_memory_stays_where_it_is() -> None:
+    shared = Shared(4, Limits(1), Limits(0))
+    for name in "ab":
+        assert shared.open(name, (BLOCKS_PER_CHUNK - 1) * BLOCK_SIZE)
+        assert shared.open(f"{name}2", BLOCK_SIZE)
+    for name in "ab":
+        shared.blocks.free(name)
+
+    def fail(sources: object, targets: object) -> None:
+        raise MemoryError
+
+    num_free = shared.blocks.num_free_blocks
+    with pytest.raises(MemoryError):
+        shared.blocks.vacate(1, fail)
+    assert shared.blocks.num_free_blocks == num_free
+    shared.check()
+
+
 def test_what_the_kv_cache_owes_is_what_requests_use() -> None:
     shared = Shared(4, Limits(1), Limits(0))
     assert shared.open("a", 3 * BLOCKS_PER_CHUNK * BLOCK_SIZE)
