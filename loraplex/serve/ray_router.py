@@ -30,7 +30,10 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not th
             pending_request.routing_context.should_backoff = True  # between two rounds in which none had a place
         call = _call_of(pending_request)
         needs, front, named = (NO_NEEDS, "", None) if call is None else (call.needs, call.front, call.replica)
-        names = [named] if named is not None and named in by_name else self._choice.order(needs, by_name, front)
+        names = self._choice.order(needs, by_name, front)
+        if named is not None and named in by_name:
+            # Where it has no place another one refuses the request: all that Serve lets wait is what any can answer.
+            names = [named, *(each for each in names if each != named)]
         if pending_request is not None and names:
             request_id = pending_request.metadata.internal_request_id
             self._choice.begin(names[0], request_id, needs)  # the next choice is made before this request is sent

@@ -50,8 +50,8 @@ class Replica:
         own = (REPLICA_HEADER.lower().encode(), self._name.encode())
         if call.replica not in (None, self._name):
             error = ApiError(
-                f"replica {call.replica!r} is not there: leave out the header {REPLICA_HEADER}, or take it from an "
-                "answer",
+                f"replica {call.replica!r} is not there, or has no place for a request now: leave out the header "
+                f"{REPLICA_HEADER}, or take it from an answer and try again later",
                 status=404,
                 kind="not_found_error",
                 code="replica_not_found",

@@ -91,6 +91,7 @@ def test_three_replicas_answer_as_one_engine_and_share_their_names(
     cluster: Cluster, alone: dict[str, str], postgres_cluster: postgres.Cluster
 ) -> None:
     options = ["--lora-modules", *modules(ADAPTERS), "--ray-min-replicas", "3", "--ray-policy", "spread"]
+    options += ["--ray-replica-requests", "6"]
     variables = {"LORAPLEX_DATABASE_URL": postgres_cluster.new_schema(), "LORAPLEX_API_KEY": KEY}
     with (
         served(cluster, *options, **variables) as url,
@@ -105,6 +106,7 @@ def test_three_replicas_answer_as_one_engine_and_share_their_names(
         _check_stream(client, alone["upper"])
         _check_disconnect(client, names[0])
         _check_names(client, names, alone["reverse"])
+        asyncio.run(_check_named(url, names[0]))
         asyncio.run(_check_kill(cluster, url, alone))
         until(lambda: client.get("/health").json()["available"] == 3)
         for name in replicas_of(client, 3):
@@ -140,6 +142,15 @@ def _check_names(client: httpx.Client, names: list[str], text: str) -> None:
     for name in names:
         answer = client.post("/v1/completions", json=completion("mine"), headers={REPLICA_HEADER: name})
         assert text_of(answer) == text
+
+
+async def _check_named(url: str, name: str) -> None:
+    """What names a replica that has no place does not wait in the queue of all: it would keep others from it."""
+    headers = {**BEARER, REPLICA_HEADER: name}
+    async with httpx.AsyncClient(base_url=url, timeout=120, headers=headers, trust_env=False) as client:
+        calls = [client.post("/v1/completions", json=completion("demo", 400)) for _ in range(18)]
+        statuses = [answer.status_code for answer in await asyncio.gather(*calls)]
+    assert set(statuses) == {200, 404}
 
 
 async def _check_kill(cluster: Cluster, url: str, alone: dict[str, str]) -> None:
