@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord, following
+from loraplex.adapters.registry import NameChange, NameRecord, NameUsage, VersionRecord, following, start_thread
+from loraplex.adapters.registry.following import Following, Locate, found_where_it_was
 from loraplex.errors import AdapterFetchError, LoraplexError
+from loraplex.events import EventKind
 from tests.adapters.fake_store import Bench
 
 WAIT_S = 30
@@ -32,6 +35,25 @@ class Timers:
         timer = self.started.get(timeout=WAIT_S)
         timer.run()
         return float(timer.interval)
+
+
+def following_of(bench: Bench, locate: Locate = found_where_it_was) -> Following:
+    followed = bench.registry._following
+    followed.begin((), mock.Mock())
+    followed._locate = locate
+    return followed
+
+
+def refuse_a_thread(patch: pytest.MonkeyPatch) -> None:
+    """The next start of one is refused, as where the system has no more."""
+    start, refusals = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if refusals:
+            raise refusals.pop()
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse_once)
 
 
 def until_ready(bench: Bench, num_versions: int) -> None:
@@ -57,8 +79,7 @@ def test_a_fetch_that_fails_again_waits_longer_and_an_engine_that_starts_does_no
             raise AdapterFetchError("the store cannot be reached")
         return "/here"
 
-    followed = bench.registry._following
-    followed._locate = locate
+    followed = following_of(bench, locate)
     version = VersionRecord(1, 1, "0" * 64, "/there", "s3://bucket/a", "", 1, 8, False, 1.0)
     record = NameRecord(1, None, 1, (version,), NameUsage("a", 1))
     followed.apply([NameChange("a", record)])
@@ -90,8 +111,7 @@ def test_what_is_found_to_be_fetched_after_the_patience_is_fetched(monkeypatch: 
         assert go_on.wait(WAIT_S)
         return "/here" if may_fetch else None
 
-    followed = bench.registry._following
-    followed._locate = locate
+    followed = following_of(bench, locate)
     followed.apply([record_of("a", 1)])
     go_on.set()
     until_ready(bench, 1)
@@ -113,8 +133,7 @@ def test_many_fetches_of_a_tenant_hold_up_none_of_others() -> None:
             others.put(record.lora_path)
         return "/here" if may_fetch else None
 
-    followed = bench.registry._following
-    followed._locate = locate
+    followed = following_of(bench, locate)
     acme = [record_of(f"acme/{number}", number) for number in range(1, 20)]
     followed.apply([*acme, record_of("beta/a", 20), record_of("a", 21)])
     try:
@@ -140,8 +159,7 @@ def test_what_is_looked_for_is_fetched_once_and_is_there_as_soon_as_it_came(monk
         assert record.adapter_id == 1 or go_on.wait(WAIT_S)
         return "/here"
 
-    followed = bench.registry._following
-    followed._locate = locate
+    followed = following_of(bench, locate)
     changes = [record_of(f"a{number}", number) for number in range(1, 9)]
     followed.expect(changes, 0.0)
     followed.apply(changes)
@@ -153,6 +171,39 @@ def test_what_is_looked_for_is_fetched_once_and_is_there_as_soon_as_it_came(monk
     assert timers.fire() == following.RETRY_S
     until_ready(bench, 8)
     assert sorted(fetches) == [*range(1, 9), 8], "again after a failure alone"
+    followed._fetchers.close()
+    followed._lookers.close()
+    bench.check_idle()
+
+
+def test_what_follows_a_change_is_done_though_the_system_has_no_thread_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error left `apply`: all names of the batch, whoever's they were, counted as damaged."""
+    bench = Bench()
+    followed = following_of(bench)
+    followed._run_later = start_thread
+    followed.apply([record_of("a", 1)])
+    until_ready(bench, 1)
+    refuse_a_thread(monkeypatch)
+    assert not followed.apply([NameChange("a", None)])
+    deadline_s = time.monotonic() + WAIT_S
+    while bench.store.adapters:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+    assert [kind for kind, *_ in bench.told] == [EventKind.UNLOAD]
+    followed._fetchers.close()
+    followed._lookers.close()
+    bench.check_idle()
+
+
+def test_a_change_is_applied_though_no_thread_can_look_for_its_files() -> None:
+    """The threads for that were made when the first change came."""
+    bench = Bench()
+    followed = following_of(bench)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        assert not followed.apply([record_of("a", 1)])
+    followed.apply([record_of("b", 2)])
+    until_ready(bench, 2)
     followed._fetchers.close()
     followed._lookers.close()
     bench.check_idle()

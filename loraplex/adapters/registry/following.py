@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.adapter_name import check_adapter_name
@@ -72,6 +72,8 @@ class Following:
         self._run_later = run_later
         self._on_change = on_change
         self._base_names = base_names
+        self._fetchers: LoaderThreads  # from `begin` on
+        self._lookers: LoaderThreads
         self._found: dict[int, Future[str | None]] = {}  # where files are that were looked for before
         self._coming: set[int] = set()  # not in the table yet
         self._fetching: set[int] = set()
@@ -79,17 +81,12 @@ class Following:
         self._failed: defaultdict[int, dict[int, tuple[AdapterVersion, VersionRecord]]] = defaultdict(dict)
 
     def begin(self, changes: Sequence[NameChange], shared: SharedJournal) -> None:
-        """Take over what the servers have, and follow them from now on."""
+        """Take over what the servers have, and follow them from now on. Threads are started here: later the system may
+        have none, and `apply` must not fail."""
+        self._fetchers = LoaderThreads(NUM_FETCHERS, max_stuck=NUM_FETCHERS)
+        self._lookers = LoaderThreads(NUM_FETCHERS)
         self.apply(changes, is_first=True)
         shared.follow(self.apply, self.expect)
-
-    @cached_property
-    def _fetchers(self) -> LoaderThreads:
-        return LoaderThreads(NUM_FETCHERS, max_stuck=NUM_FETCHERS)
-
-    @cached_property
-    def _lookers(self) -> LoaderThreads:
-        return LoaderThreads(NUM_FETCHERS)
 
     def expect(self, changes: Sequence[NameChange], patience_s: float) -> None:
         """Before `apply`, while verbs go on: have the files looked for, and fetched; wait so long at most."""
@@ -138,11 +135,20 @@ class Following:
             self._coming.difference_update(fresh)
         due = [each.name for each in changes if before[each.name] is not None or _is_pinned(each)]
         if due:
-            self._run_later(partial(self._settle, due, frozenset(fresh)))
+            settle = partial(self._settle, due, frozenset(fresh))
+            self._start(partial(self._run_later, settle), settle)
         self._fetch_later(left)
         for change in changes:
             self._tell(change, before[change.name], aliases[change.name])
         return taken
+
+    def _start(self, start: Callable[[], object], job: Callable[[], None]) -> None:
+        """`start` gives a job a thread of its own. Where the system has none, the job waits for one that fetches."""
+        try:
+            start()
+        except RuntimeError as error:
+            _log.warning("no thread for what follows a change of another server: %s", error)
+            self._fetchers.submit(job)
 
     def _may_have(self, change: NameChange) -> bool:
         """A server whose base model has another name in the API may have given this one's to an adapter."""
