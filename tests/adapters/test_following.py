@@ -44,12 +44,12 @@ def following_of(bench: Bench, locate: Locate = found_where_it_was) -> Following
     return followed
 
 
-def refuse_a_thread(patch: pytest.MonkeyPatch) -> None:
+def refuse_a_thread(patch: pytest.MonkeyPatch, kind: type[threading.Thread] = threading.Thread) -> None:
     """The next start of one is refused, as where the system has no more."""
     start, refusals = threading.Thread.start, [RuntimeError("can't start new thread")]
 
     def refuse_once(thread: threading.Thread) -> None:
-        if refusals:
+        if refusals and isinstance(thread, kind):
             raise refusals.pop()
         start(thread)
 
@@ -204,6 +204,26 @@ def test_a_change_is_applied_though_no_thread_can_look_for_its_files() -> None:
         assert not followed.apply([record_of("a", 1)])
     followed.apply([record_of("b", 2)])
     until_ready(bench, 2)
+    followed._fetchers.close()
+    followed._lookers.close()
+    bench.check_idle()
+
+
+def test_a_fetch_that_failed_is_tried_again_though_no_timer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as one that had: no version whose fetch failed was ever tried again."""
+    monkeypatch.setattr(following, "RETRY_S", 0.01)
+    bench, failures = Bench(), [AdapterFetchError("the store cannot be reached") for _ in range(2)]
+
+    def locate(record: VersionRecord, may_fetch: bool) -> str | None:
+        if may_fetch and failures:
+            raise failures.pop()
+        return "/here" if may_fetch else None
+
+    followed = following_of(bench, locate)
+    refuse_a_thread(monkeypatch, threading.Timer)
+    followed.apply([record_of("a", 1)])
+    until_ready(bench, 1)
+    assert not failures
     followed._fetchers.close()
     followed._lookers.close()
     bench.check_idle()

@@ -292,7 +292,7 @@ class Following:
         if is_due:
             timer = threading.Timer(RETRY_S * 2**num_doublings, self._fetch_again, (num_doublings,))
             timer.daemon = True
-            timer.start()
+            self._start(timer.start, timer.run)
 
     def _fetch_again(self, num_doublings: int) -> None:
         with self._names.lock:
