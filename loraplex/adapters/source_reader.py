@@ -140,9 +140,17 @@ class OpenedModels:
         return model
 
     def _start_timer(self) -> None:
-        self._timer = threading.Timer(KEPT_OPEN_S, self._drop_old)
-        self._timer.daemon = True
-        self._timer.start()
+        """Where the system has no thread for it, what was opened is read again."""
+        timer = threading.Timer(KEPT_OPEN_S, self._drop_old)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError as error:
+            _log.warning("no thread lets go of weights that were opened, so that none are kept: %s", error)
+            self._models.clear()
+            self._nbytes = 0
+        else:
+            self._timer = timer
 
     def _drop_old(self) -> None:
         with self._lock:

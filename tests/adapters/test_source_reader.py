@@ -114,3 +114,24 @@ def test_the_bytes_that_wait_are_bounded() -> None:
     for number in range(5):
         models.put(str(number), model_of(40, "2"))
     assert [models.take(str(number), "2") is not None for number in range(5)] == [False, False, False, True, True]
+
+
+def test_without_a_thread_that_lets_go_of_it_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that had not started counted as one: the open failed, and what was opened later was kept."""
+    now, refusal = [100.0], RuntimeError("can't start new thread")
+    monkeypatch.setattr(source_reader.time, "monotonic", lambda: now[0])
+    models = OpenedModels(max_bytes=1000)
+    with mock.patch.object(threading.Thread, "start", autospec=True) as start:
+        start.side_effect = refusal
+        models.put("x", model_of(10, "1"))
+        assert models.take("x", "1") is None
+        start.side_effect = None
+        models.put("y", model_of(10, "2"))
+        now[0] += 1.5
+        models.put("z", model_of(10, "3"))
+        now[0] += 1.0
+        (timer,) = start.call_args.args
+        start.side_effect = refusal
+        timer.function()
+    assert models._nbytes == 0
+    assert models.take("y", "2") is models.take("z", "3") is None
