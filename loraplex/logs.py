@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
@@ -142,15 +143,21 @@ class PatientHandler(logging.Handler):
                 line = self._written(line)
             if not line:
                 return
+            self._start_writer()
             if self._num_bytes + len(line) > MAX_WAITING_BYTES:
                 self._num_dropped += 1
                 return
             self._waiting.append(line)
             self._num_bytes += len(line)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_waiting, name="log", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
+
+    def _start_writer(self) -> None:
+        """The next line tries again where the system has no thread for it."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._write_waiting, name="log", daemon=True)
+            with suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
     def _written(self, line: bytes) -> bytes:
         """Write what the stream takes at once; the rest."""

@@ -7,10 +7,12 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
+from unittest import mock
 
 import pytest
 
@@ -73,6 +75,21 @@ def test_what_is_too_much_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch
         assert f"{dropped} lines of the log were dropped".encode() in found
         log(handler, "afterwards")
         assert b"afterwards" in read_all(read, b"afterwards")
+        os.close(read)
+
+
+def test_lines_that_waited_without_a_thread_are_written_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the system had refused counted as there, and no line was written any more."""
+    monkeypatch.setattr(logs, "MAX_WAITING_BYTES", 5000)
+    with pipe() as (read, handler, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+            fill(handler)
+            for number in range(20):
+                log(handler, f"line {number} {'y' * 1000}")
+            assert handler._thread is None
+        log(handler, "afterwards")
+        assert b"\nline 0 " in read_all(read, b"were dropped")
         os.close(read)
 
 
