@@ -49,8 +49,11 @@ def own_client() -> str:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
+    """nbytes: that it has of a budget."""
+
     client: str
     began_s: float = 0.0
+    nbytes: int = 0
 
     def computes(self) -> None:
         """From here on it waits for nothing that may hang: it counts to its end."""
@@ -110,7 +113,9 @@ class FairTurns:
 
 
 class ByteBudget:
-    """Readers wait until what they all hold is within `max_bytes`, first come, first served. One alone may hold more.
+    """Readers wait until what they all hold is within `max_bytes`. One alone may hold more. The next is of the client
+    whose last one began longest ago, of those the one that waits longest; others wait until it fits, so that a large
+    one has its turn.
 
     small_bytes: a reader of so few neither waits nor counts, so that none of them keeps a large one waiting. One that
     holds its bytes for longer than `stuck_s` hangs with a file system, and is counted no more.
@@ -120,37 +125,45 @@ class ByteBudget:
         self.max_bytes = max_bytes
         self._small_bytes = small_bytes
         self._stuck_s = stuck_s
-        self._held: list[tuple[float, int]] = []
-        self._waiting: list[object] = []
+        self._held: list[_Turn] = []
+        self._waiting: list[_Turn] = []
+        self._last_s: dict[str, float] = {}  # when a client's last one began: of all while one waits
         self._changed = threading.Condition()
 
     @property
     def held_bytes(self) -> int:
         stuck_since_s = time.monotonic() - self._stuck_s
-        return sum(nbytes for began_s, nbytes in self._held if began_s > stuck_since_s)
+        return sum(turn.nbytes for turn in self._held if turn.began_s > stuck_since_s)
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
+        """For the client whose request this thread works for."""
         if nbytes <= self._small_bytes:
             yield
             return
-        reader = object()
+        turn = _Turn(own_client(), nbytes=nbytes)
         with self._changed:
-            self._waiting.append(reader)
+            self._waiting.append(turn)
             try:
-                while self._waiting[0] is not reader or not self._fits(nbytes):
+                while self._next() is not turn or not self._fits(nbytes):
                     self._changed.wait(LOOK_S)
             finally:
-                self._waiting.remove(reader)
+                self._waiting.remove(turn)
                 self._changed.notify_all()
-            held = time.monotonic(), nbytes
-            self._held.append(held)
+            turn.began_s = time.monotonic()
+            self._held.append(turn)
+            self._last_s[turn.client] = turn.began_s
+            if not self._waiting:
+                self._last_s = {each.client: each.began_s for each in self._held}
         try:
             yield
         finally:
             with self._changed:
-                self._held.remove(held)
+                self._held.remove(turn)
                 self._changed.notify_all()
+
+    def _next(self) -> _Turn:
+        return min(self._waiting, key=lambda turn: self._last_s.get(turn.client, -math.inf))
 
     def _fits(self, nbytes: int) -> bool:
         held_bytes = self.held_bytes

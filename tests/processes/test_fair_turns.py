@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from loraplex.processes import fair_turns
-from loraplex.processes.fair_turns import ByteBudget, FairTurns
+from loraplex.processes.fair_turns import ByteBudget, FairTurns, working_for
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -150,11 +150,11 @@ class Readers:
         self.order: list[str] = []
         self._ends: dict[str, tuple[threading.Thread, threading.Event]] = {}
 
-    def begin(self, name: str, nbytes: int) -> threading.Event:
+    def begin(self, name: str, nbytes: int, client: str = "") -> threading.Event:
         began, may_end = threading.Event(), threading.Event()
 
         def read() -> None:
-            with self.budget.hold(nbytes):
+            with working_for(client), self.budget.hold(nbytes):
                 self.order.append(name)
                 began.set()
                 assert may_end.wait(60)
@@ -164,9 +164,9 @@ class Readers:
         thread.start()
         return began
 
-    def begin_waiting(self, name: str, nbytes: int) -> threading.Event:
+    def begin_waiting(self, name: str, nbytes: int, client: str = "") -> threading.Event:
         waiters = self.budget._changed._waiters  # type: ignore[attr-defined]
-        num, began = len(waiters), self.begin(name, nbytes)
+        num, began = len(waiters), self.begin(name, nbytes, client)
         while len(waiters) == num and not began.is_set():
             began.wait(0.001)
         return began
@@ -199,3 +199,42 @@ def test_small_reads_keep_no_large_one_waiting_nor_wait_for_it() -> None:
     assert readers.begin("another", 5).wait(60)
     readers.end("small", "large", "another")
     assert readers.budget.held_bytes == 0
+
+
+def test_large_reads_of_a_client_keep_no_other_one_waiting() -> None:
+    """Those of a tenant whose root hangs: each had its bytes for ten seconds, and others waited for four of them."""
+    readers = Readers(ByteBudget(1024, small_bytes=128, stuck_s=math.inf))
+    assert readers.begin("hangs", 600, "acme").wait(60)
+    own = [readers.begin_waiting(name, 600, "acme") for name in ("second", "third")]
+    assert readers.begin("other", 200, "beta").wait(10)
+    assert not any(began.is_set() for began in own)
+    late = readers.begin_waiting("late", 600, "gamma")
+    readers.end("hangs")
+    assert late.wait(10), "it has had none yet"
+    readers.end("late", "other", "second", "third")
+    assert readers.order == ["hangs", "other", "late", "second", "third"]
+    assert readers.budget.held_bytes == 0
+
+
+def test_each_client_passes_a_large_read_once() -> None:
+    """One whose client has another read in hand, which may hang, comes after those of clients that had none."""
+    readers = Readers(ByteBudget(100, stuck_s=math.inf))
+    assert readers.begin("own", 20, "acme").wait(60)
+    large = readers.begin_waiting("large", 1000, "acme")
+    for client in ("beta", "gamma"):
+        assert readers.begin(f"{client} 1", 20, client).wait(10)
+        readers.end(f"{client} 1")
+    late = [readers.begin_waiting(f"{client} 2", 20, client) for client in ("beta", "gamma")]
+    assert not any(began.is_set() for began in late)
+    readers.end("own")
+    assert large.wait(10)
+    assert not any(began.is_set() for began in late)
+    readers.end("large", "beta 2", "gamma 2")
+    assert readers.budget.held_bytes == 0
+
+
+def test_clients_that_a_budget_was_read_for_are_forgotten() -> None:
+    budget = ByteBudget(100)
+    for number in range(3):
+        with working_for(f"tenant {number}"), budget.hold(10):
+            assert len(budget._last_s) == 1
