@@ -144,14 +144,14 @@ class Passed(Response):
             await until_disconnect(self._request, self._pass_on(send))
         except LoraplexError as error:
             if self._head is None:
-                await error_response(_lost(error))(scope, receive, send)
+                await error_response(_told(error, self._request))(scope, receive, send)
                 return
             replica = _header(self._head, REPLICA_HEADER.lower().encode())
             self._metrics.count_lost(replica.decode())
             _log.warning("request %s, replica %s: %s", self._call.request_id, replica.decode(), error.message)
             if not self._head.is_stream or self._tail != b"\n\n":
                 raise ClientDisconnect from error  # the connection is cut: the answer is not whole
-            await send({"type": "http.response.body", "body": error_event(scope["path"], _lost(error))})
+            await send({"type": "http.response.body", "body": error_event(scope["path"], _told(error, self._request))})
 
     async def _pass_on(self, send: Send) -> None:
         async with self._place, contextlib.aclosing(self._fleet.send(self._call)) as parts:
@@ -242,8 +242,12 @@ def _no_replica() -> ApiError:
     return ApiError(text, status=503, kind="unavailable_error", code="no_replica")
 
 
-def _lost(error: LoraplexError) -> LoraplexError:
+def _told(error: LoraplexError, request: Request) -> LoraplexError:
+    """What its caller may read of it."""
     if not isinstance(error, ReplicaLostError):
+        scope = caller_of(request).scope
+        if scope.tenant is not None:
+            error.args = (scope.cleaned(error),)
         return error
     text = f"the replica of this request is no longer responding ({error.message}); send the request again"
     return ApiError(text, status=502, kind="server_error", code="replica_lost")

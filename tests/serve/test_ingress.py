@@ -273,6 +273,18 @@ async def test_a_client_that_has_all_places_leaves_others_theirs(narrow: tuple[S
         assert (await other).status_code == 200
 
 
+async def test_a_tenant_is_not_told_how_full_the_ingress_is(store: tuple[str, TenantStore]) -> None:
+    """It read how many requests wait, and how many may: a server says neither."""
+    url, tenants = store
+    _, secret = tenants.create_key(Role.TENANT, "acme")
+    tenants.share("sql", [TenantTable.ALL])
+    made = ingress(ray=RaySettings(ray_replica_requests=4), max_waiting_requests=2, database_url=url)
+    async with made as (app, fleet), crowded(app, fleet, secret), client_of(app) as client:
+        refused = await client.post("/v1/completions", json=COMPLETION, headers=bearer(secret))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "engine_overloaded")
+    assert refused.json()["error"]["message"] == "the server is busy; try again later"
+
+
 async def test_a_place_that_is_free_is_for_the_client_that_has_fewest(narrow: tuple[Starlette, LocalFleet]) -> None:
     app, fleet = narrow
     async with crowded(app, fleet, KEYS[0]) as streams, client_of(app) as client:
