@@ -191,7 +191,6 @@ class AdapterRoutes:
             raise duplicate
         with _vllm_names():
             async with self._loading(request, is_pinned):
-                await self._check_path(request, lora_path)
                 result = await self._load(request, name, lora_path, load_inplace=load_inplace, is_pinned=is_pinned)
         if result.status is LoadStatus.ALREADY_LOADED:
             raise duplicate
@@ -290,7 +289,6 @@ class AdapterRoutes:
         name = self._names.new(request, body.name)
         check_number(request, body.lora_int_id)
         async with self._loading(request, body.is_pinned):
-            await self._check_path(request, body.path)
             result = await self._load(
                 request,
                 name,
@@ -311,8 +309,6 @@ class AdapterRoutes:
         is_pinned = bool(body.is_pinned)
         turn = self._verbs.of(client_of(request)) if body.path is None else self._loading(request, is_pinned)
         async with turn:
-            if body.path is not None:
-                await self._check_path(request, body.path)
             result = await self._put(request, name, body)
         if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
             await self._pin(request, name, body.is_pinned)
@@ -373,15 +369,13 @@ class AdapterRoutes:
 
         async def begin() -> Draining[SwitchResult]:
             turn = self._verbs.of(client_of(request)) if body.new_path is None else self._loading(request)
-            async with turn:
+            changing = self._quota.changing(request, new, is_load=body.new_path is not None)
+            async with turn, changing as check_size:
                 if body.new_path is not None:
                     await self._check_path(request, body.new_path, "new_path")
-                async with self._quota.changing(request, new, is_load=body.new_path is not None) as check_size:
-                    verb = partial(LoRARegistry.begin_switch, check_size=check_size)
-                    with in_roots(request):
-                        return await self._engine.on_registry(
-                            verb, old, new, body.new_path, body.deadline_s, body.force
-                        )
+                verb = partial(LoRARegistry.begin_switch, check_size=check_size)
+                with in_roots(request):
+                    return await self._engine.on_registry(verb, old, new, body.new_path, body.deadline_s, body.force)
 
         result = await self._drains.run(client_of(request), body.deadline_s, begin)
         return _json(SwitchReply.of(result, caller_of(request).scope))
@@ -512,12 +506,14 @@ class AdapterRoutes:
     async def _load(self, request: Request, name: str, path: str, **wishes: Any) -> LoadResult:
         is_pinned = wishes.get("is_pinned", False)
         async with self._quota.changing(request, name, is_load=True, is_pin=is_pinned) as check_size:
+            await self._check_path(request, path)
             with in_roots(request):
                 wishes |= {"check_size": check_size, "check_answer": self._names.answer_check(request, name)}
                 return await self._engine.on_registry(LoRARegistry.load, name, path, **wishes)
 
     async def _check_path(self, request: Request, path: str, field: str = "path") -> None:
-        """In threads of its own: to resolve a link may hang, too, also one of a root."""
+        """Within `changing`, by what is known of the caller by then. In threads of its own: to resolve a link may hang,
+        too, also one of a root."""
         is_tenants, roots = caller_of(request).scope.tenant is not None, roots_of(request)
 
         def check() -> None:

@@ -88,9 +88,8 @@ def tenancy(
         store.share("both", [TenantTable.ALL])
         store.share("public", [TenantTable.ALL])
         store.share("beta/lent", ["acme"])
-        config = ServerConfig(
-            api_keys=(INFERENCE_KEY,), admin_api_keys=(ADMIN_KEY,), adapter_roots=("/srv",), **settings
-        )
+        settings = {"adapter_roots": ("/srv",), **settings}
+        config = ServerConfig(api_keys=(INFERENCE_KEY,), admin_api_keys=(ADMIN_KEY,), **settings)
         made = Tenancy(create_app(engine, config), engine, store)
         made.keys |= {"inference": INFERENCE_KEY, "flag admin": ADMIN_KEY}
         for role in (Role.ADMIN, Role.OPERATOR, Role.READ_ONLY):

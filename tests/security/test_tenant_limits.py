@@ -413,6 +413,28 @@ async def test_a_change_goes_by_what_is_known_of_its_caller_when_its_turn_comes(
     assert codes == ["invalid_api_key", "tenant_limit"]
 
 
+async def test_a_root_that_a_tenant_lost_while_its_load_waited_is_not_read(tmp_path: Path) -> None:
+    """Those of the hub and of stores were looked at before its turn came, and then no more."""
+    path = "s3://bucket/acme/new"
+    verbs: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("POST", "/v1/adapters", {"name": "new", "path": path}),
+        ("PUT", "/v1/adapters/new", {"path": path}),
+        ("POST", "/v1/adapters/switch", {"old": "sql", "new": "new", "new_path": path}),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "new", "lora_path": path}),
+    )
+    with tenancy(tmp_path, limits=Limits(adapters=99), adapter_roots=("/srv", "s3://bucket")) as server:
+        server.store.change_tenant("acme", ["/srv/acme", "s3://bucket/acme"])
+        server.refresh()
+        async with during_a_slow_load(server) as client:
+            waiting = [asyncio.ensure_future(client.request(method, url, json=body)) for method, url, body in verbs]
+            await asyncio.sleep(0.05)
+            server.store.change_tenant("acme", ["/srv/acme"])
+            server.refresh()
+        errors = [each.json()["error"] for each in await asyncio.gather(*waiting)]
+    assert [each["code"] for each in errors] == ["adapter_path_forbidden"] * 4
+    assert [each["param"] for each in errors] == ["path", "path", "new_path", "lora_path"]
+
+
 async def test_bytes_of_adapters(server: Tenancy) -> None:
     """One of the fake engine's has 1024; acme has two."""
     limit(server, adapter_bytes=3 * 1024 + 10)
