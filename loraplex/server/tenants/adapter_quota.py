@@ -1,10 +1,10 @@
 """How many adapters, bytes and pins a tenant may have: checked around the verbs that add some. The engine heeds the
 limits in memory, and is told them.
 
-The verbs of a tenant with such limits run one after another, so that two of them never take the last place together.
-Each server counts what its registry has; bytes are those of the weights' files, and of what was uploaded of all files,
-of all versions that are kept. An adapter that turns out to be too large when its files are opened is refused before
-anything has changed.
+Pins of a tenant run one after another, and so do its loads where such limits are on them: two of them never take the
+last place together. Each server counts what its registry has; bytes are those of the weights' files, and of what was
+uploaded of all files, of all versions that are kept. An adapter that turns out to be too large when its files are
+opened is refused before anything has changed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class AdapterQuota:
         """Of the tenant alone, around `changing`, and taken before a turn among the verbs of all: what waits for a slow
         change of its tenant has none of those meanwhile. Raises ApiError, as turns do."""
         tenant = caller_of(request).scope.tenant
-        if not tenant or _limits_of(request, is_load, is_pin) is None:
-            return nullcontext()
-        return self._turns.of(tenant)
+        is_counted = is_pin or _limits_of(request, is_load, is_pin) is not None
+        return self._turns.of(tenant) if tenant and is_counted else nullcontext()
 
     @asynccontextmanager
     async def changing(

@@ -172,6 +172,18 @@ async def test_pins_of_names_by_need_are_no_more_than_a_share(tmp_path: Path, ro
     assert [each.status_code for each in (*found, again)] == [200, 503, 200]
 
 
+async def test_pins_at_the_same_time_are_no_more_than_a_share(tmp_path: Path, root: Path) -> None:
+    """Each was checked before any other was noted, so all of them were within the share."""
+    made_with: dict[str, Any] = {"open_adapter": Opener(), "max_sourced_adapters": 3}
+    with tenancy(tmp_path, {}, None, adapter_sources=(f"dir={root}",), **made_with) as made:
+        async with client_of(made.app) as client:
+            for name in ("a", "b", "c"):
+                assert (await ask(client, name, made.keys["acme"])).status_code == 200
+            pins = (client.post(f"/v1/adapters/{name}/pin", headers=made.headers("acme")) for name in ("a", "b", "c"))
+            found = await asyncio.gather(*pins)
+    assert sorted(each.status_code for each in found) == [200, 503, 503]
+
+
 async def test_after_a_limit_was_lowered_so_many_leave_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands in one request's way would hold it, and the interpreter."""
     monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
