@@ -345,7 +345,17 @@ class AdapterRoutes:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {clipped(name)!r} was named")
         name, scope = self._names.own(request, name), caller_of(request).scope
-        result = await self._verb(request, LoRARegistry.move, name, may_answer=scope.may_change)
+        async with (
+            self._quota.turn(request, is_held=True),
+            self._verbs.of(client_of(request)),
+            self._quota.changing(request, name),
+        ):
+            result = await self._engine.on_registry(
+                LoRARegistry.move,
+                name,
+                may_answer=scope.may_change,
+                check_answer=self._quota.held_check(request, name),
+            )
         return _json(LoadReply.of(result, scope))
 
     @requires(Access.OWN_LOADING)
@@ -368,9 +378,13 @@ class AdapterRoutes:
         new = own_name(request, body.new, "new")
 
         async def begin() -> Draining[SwitchResult]:
-            turn = self._verbs.of(client_of(request)) if body.new_path is None else self._loading(request)
-            changing = self._quota.changing(request, new, is_load=body.new_path is not None)
-            async with turn, changing as check_size:
+            is_load = body.new_path is not None
+            turns = self._loads if is_load else self._verbs
+            async with (
+                self._quota.turn(request, is_load=is_load, is_held=True),
+                turns.of(client_of(request)),
+                self._quota.changing(request, new, is_load=is_load, switched=old) as check_size,
+            ):
                 if body.new_path is not None:
                     await self._check_path(request, body.new_path, "new_path")
                 verb = partial(LoRARegistry.begin_switch, check_size=check_size)
@@ -478,7 +492,7 @@ class AdapterRoutes:
     async def _pin(self, request: Request, name: str, is_pinned: bool) -> bool:
         verb = LoRARegistry.pin if is_pinned else LoRARegistry.unpin
         async with (
-            self._quota.turn(request, is_pin=is_pinned),
+            self._quota.turn(request, is_held=is_pinned),
             self._verbs.of(client_of(request)),
             self._quota.changing(request, name, is_pin=is_pinned),
         ):
@@ -498,7 +512,7 @@ class AdapterRoutes:
     async def _loading(self, request: Request, is_pinned: bool = False) -> AsyncIterator[None]:
         """The turns of a load, in order."""
         async with (
-            self._quota.turn(request, is_load=True, is_pin=is_pinned),
+            self._quota.turn(request, is_load=True, is_held=is_pinned),
             self._loads.of(client_of(request)),
         ):
             yield

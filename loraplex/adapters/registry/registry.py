@@ -433,19 +433,22 @@ class LoRARegistry:
     switch = ended(begin_switch)
 
     def move(
-        self, name: str, version: int | None = None, may_answer: Callable[[str], bool] = lambda name: True
+        self,
+        name: str,
+        version: int | None = None,
+        may_answer: Callable[[str], bool] = lambda name: True,
+        check_answer: CheckAnswer = any_answer,
     ) -> LoadResult:
         """Let a kept version of `name` answer for it again: rollback, by default to what answered before what does now.
 
         That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
         now is remembered instead, so `move` goes forth and back. Adapters that the caller may not let answer are passed
-        over. A version inherits the pin. Raises AdapterNotFoundError for a version that is not kept, and what promoting
-        it raises when its source is missing or has changed: then what answers now answers on.
+        over. A version inherits the pin. Raises AdapterNotFoundError for a version that is not kept, what check_answer
+        raises, and what promoting it raises when its source is missing or has changed: what answers now answers on.
         """
-        result = self._switch.move(name, version, may_answer)
-        ref = result.ref
+        result = self._switch.move(name, version, may_answer, check_answer)
+        ref, number = result.ref, result.ref.adapter_version
         if result.status is LoadStatus.MOVED and ref.adapter_name == name:
-            number = ref.adapter_version
             self._tell(EventKind.SWITCH, name, f"was moved to its version {number}", version=number)
         elif result.status is LoadStatus.MOVED:
             self._tell(EventKind.SWITCH, name, f"was switched back to {ref.adapter_name!r}", new=ref.adapter_name)

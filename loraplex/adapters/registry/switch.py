@@ -11,7 +11,7 @@ from collections.abc import Callable
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.drain import Drain, Steps
 from loraplex.adapters.registry.shared_table import SharedTable
-from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, SwitchResult
+from loraplex.adapters.registry.verbs import CheckAnswer, LoadResult, LoadStatus, SwitchResult
 from loraplex.adapters.registry.version import AdapterVersion, PendingDrain
 from loraplex.errors import AdapterNoRoomError, DatabaseUnavailableError
 
@@ -56,7 +56,9 @@ class AdapterSwitch:
             num_aborted=num_aborted,
         )
 
-    def move(self, name: str, number: int | None, may_answer: Callable[[str], bool]) -> LoadResult:
+    def move(
+        self, name: str, number: int | None, may_answer: Callable[[str], bool], check_answer: CheckAnswer
+    ) -> LoadResult:
         """Let a kept version of `name` answer again, or (None) what answered before what does now.
 
         It is promoted first; a version of its own inherits the pin. When there is no room for it on the device now, it
@@ -67,11 +69,16 @@ class AdapterSwitch:
         while result is None:
             with self._lock:
                 version = self._table.earlier(name, number, may_answer)
-            result = self._move_to(name, number, version, may_answer)
+            result = self._move_to(name, number, version, may_answer, check_answer)
         return result
 
     def _move_to(
-        self, name: str, number: int | None, version: AdapterVersion, may_answer: Callable[[str], bool]
+        self,
+        name: str,
+        number: int | None,
+        version: AdapterVersion,
+        may_answer: Callable[[str], bool],
+        check_answer: CheckAnswer,
     ) -> LoadResult | None:
         """None when a verb came between, after which the move goes elsewhere."""
         began_s = time.monotonic()
@@ -80,6 +87,7 @@ class AdapterSwitch:
                 current, was_alias = self._table.own(name), name in self._table.aliases
             if version is current and not was_alias:
                 return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
+            check_answer(version.ref.adapter_name)
             evicted = self._bring(version, current)
             drains: tuple[PendingDrain, ...] | None = None
             try:

@@ -88,14 +88,14 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadedName:
-    """path: the directory of its files. is_idle: an unload would take nothing from anything: no request, pin or switch
-    holds the name."""
+    """path: the directory of its files. is_held: a pin or a switch holds the name. is_idle: nor does a request or a
+    verb, so an unload would take nothing from anything."""
 
     name: str
     path: str
     last_used_time: float
     is_idle: bool
-    is_pinned: bool
+    is_held: bool
 
 
 class Views:
@@ -133,19 +133,17 @@ class Views:
     def loaded_from(self, origin: str) -> list[LoadedName]:
         """As LoRARegistry.loaded_from. Requests take the lock: what is counted under it is copied alone."""
         with self._lock:
-            current, switched = (
-                list(self._table.current.items()),
-                {*itertools.chain.from_iterable(self._table.aliases.copy().items())},
-            )
+            current, aliases = list(self._table.current.items()), self._table.aliases.copy()
             busy = {each.ref.adapter_name for each in self._table.versions() if each.num_references}
             busy |= self._table.verbs.keys()
+        held = {name for name, each in current if each.is_pinned}.union(*aliases.items())
         found = [
             LoadedName(
                 name,
                 each.spec.path,
                 each.last_used_time,
-                is_idle=not (each.is_pinned or name in switched or name in busy),
-                is_pinned=each.is_pinned,
+                is_idle=name not in held and name not in busy,
+                is_held=name in held,
             )
             for name, each in current
             if each.origin.startswith(origin)

@@ -169,15 +169,16 @@ class NameRoom:
             beyond.clear()
         return lambda other: now_s + (JUST_USED_S if owner_of(other) in beyond else -JUST_USED_S)
 
-    def check_pin(self, registry: LoRARegistry, tenant: str, name: str) -> None:
-        """Raises AdapterNoRoomError where a tenant's pins of names that came by need would exceed its share: they never
-        leave."""
-        num_tenants = max(2, len(self._table().tenants))
+    def check_held(self, registry: LoRARegistry, tenant: str, *names: str) -> None:
+        """Before a verb of a tenant that pins or switches these. Raises AdapterNoRoomError where more of its names that
+        came by need than its share would be held: they never leave."""
         loaded = [each for each in registry.loaded_from(ORIGIN) if each.name.startswith(f"{tenant}/")]
-        pinned = {each.name for each in loaded if each.is_pinned} | {name}
-        if name in {each.name for each in loaded} and len(pinned) > max(1, self._max_names // num_tenants):
-            text = f"{len(pinned) - 1} adapters of this tenant that came from sources are pinned, which is its share"
-            raise AdapterNoRoomError(f"{text} of {self._max_names}; unpin another one first")
+        before = {each.name for each in loaded if each.is_held}
+        after = before | {each.name for each in loaded if each.name in names}
+        share = max(1, self._max_names // max(2, len(self._table().tenants)))
+        if len(after) > max(share, len(before)):
+            text = f"{len(after)} adapters of this tenant that came from sources would be pinned or switched, and its"
+            raise AdapterNoRoomError(f"{text} share of {self._max_names} is {share}; unpin or unload others first")
 
     def _num_over(self, loaded: Sequence[LoadedName], coming: set[str]) -> int:
         """coming: names that will be there, or are already; taken in one step, for the event loop changes them."""

@@ -71,7 +71,7 @@ class UploadRoute:
         async with self._receiver.upload(request) as upload:
             fields, name = await self._receive(request, registry, upload)
             async with (
-                self._quota.turn(request, is_load=True, is_pin=fields.is_pinned),
+                self._quota.turn(request, is_load=True, is_held=fields.is_pinned),
                 self._engine.updates.turn(name),
                 self._loads.of(client_of(request)),
             ):

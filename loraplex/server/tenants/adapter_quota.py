@@ -1,9 +1,9 @@
 """How many adapters, bytes and pins a tenant may have: checked around the verbs that add some. The engine heeds the
 limits in memory, and is told them.
 
-Pins of a tenant run one after another, and so do its loads where such limits are on them: two of them never take the
-last place together. Each server counts what its registry has; bytes are those of the weights' files, and of what was
-uploaded of all files, of all versions that are kept. An adapter that turns out to be too large when its files are
+Pins and switches of a tenant run one after another, and so do its loads where such limits are on them: two never take
+the last place together. Each server counts what its registry has; bytes are those of the weights' files, and of what
+was uploaded of all files, of all versions that are kept. An adapter that turns out to be too large when its files are
 opened is refused before anything has changed.
 """
 
@@ -18,7 +18,7 @@ from functools import partial
 from fastapi import Request
 
 from loraplex.adapter_store import MemoryQuota
-from loraplex.adapters.registry import LoRARegistry, NameQuery
+from loraplex.adapters.registry import CheckAnswer, LoRARegistry, NameQuery
 from loraplex.core import AdapterSpec
 from loraplex.errors import TenantLimitError
 from loraplex.server.auth import KeyRing, caller_of, unknown_key
@@ -47,23 +47,32 @@ class AdapterQuota:
         self._turns = VerbTurns("changes of adapters", None, 1, max_waiting=MAX_WAITING)
 
     def turn(
-        self, request: Request, *, is_load: bool = False, is_pin: bool = False
+        self, request: Request, *, is_load: bool = False, is_held: bool = False
     ) -> AbstractAsyncContextManager[None]:
         """Of the tenant alone, around `changing`, and taken before a turn among the verbs of all: what waits for a slow
-        change of its tenant has none of those meanwhile. Raises ApiError, as turns do."""
+        change of its tenant has none of those meanwhile. is_held: a pin or a switch is to hold a name. Raises ApiError,
+        as turns do."""
         tenant = caller_of(request).scope.tenant
-        is_counted = is_pin or _limits_of(request, is_load, is_pin) is not None
+        is_counted = is_held or _limits_of(request, is_load, is_pin=False) is not None
         return self._turns.of(tenant) if tenant and is_counted else nullcontext()
 
     @asynccontextmanager
     async def changing(
-        self, request: Request, name: str, *, is_load: bool = False, is_pin: bool = False, is_needed: bool = False
+        self,
+        request: Request,
+        name: str,
+        *,
+        is_load: bool = False,
+        is_pin: bool = False,
+        is_needed: bool = False,
+        switched: str = "",
     ) -> AsyncIterator[Callable[[int], None] | None]:
         """In the tenant's `turn`, around a verb that loads or pins the adapter registered as `name`, which takes what
         this gives as its `check_size`. is_needed: a request loads it, and what gives raises where others are to leave
-        for it: not before it is known to be good. Raises TenantLimitError, and AdapterNoRoomError for a request and for
-        a pin beyond the tenant's share of memory. The caller is looked up again, since its turn may have come late:
-        ApiError 401 for a key that opens nothing any longer, but for a load that is of all requests for the name."""
+        for it: not before it is known to be good. switched: the adapter that it is to answer for. Raises
+        TenantLimitError, and AdapterNoRoomError for a request and for what is held beyond the tenant's share. The
+        caller is looked up again, since its turn may have come late: ApiError 401 for a key that opens nothing any
+        longer, but for a load that is of all requests for the name."""
         caller = self._keys.admitted(request.headers)
         if caller is not None:
             request.state.caller = caller
@@ -76,10 +85,21 @@ class AdapterQuota:
                 check_size = await self._check(f"{tenant}/", limits, name, is_load, is_pin, is_needed)
             if is_pin and tenant:
                 await self._engine.on_registry(LoRARegistry.check_pins, tenant, name)
-                await self._engine.on_registry(self._room.check_pin, tenant, name)
+            if (is_pin or switched) and tenant:
+                await self._engine.on_registry(self._room.check_held, tenant, name, switched)
             if is_load:
                 await stack.enter_async_context(self._room.for_new(name, is_needed=is_needed))
             yield check_size
+
+    def held_check(self, request: Request, name: str) -> CheckAnswer:
+        """For a rollback of `name`, in the tenant's `turn`: it may be a switch to what answers then."""
+        tenant, registry = caller_of(request).scope.tenant, self._engine.registry
+
+        def check(answering: str) -> None:
+            if tenant and registry is not None and answering != name:
+                self._room.check_held(registry, tenant, name, answering)
+
+        return check
 
     async def _check(
         self, prefix: str, limits: Limits, name: str, is_load: bool, is_pin: bool, is_needed: bool

@@ -184,6 +184,39 @@ async def test_pins_at_the_same_time_are_no_more_than_a_share(tmp_path: Path, ro
     assert sorted(each.status_code for each in found) == [200, 503, 503]
 
 
+async def test_switches_of_names_by_need_are_no_more_than_a_share(tmp_path: Path, root: Path) -> None:
+    """They hold what was switched and what answers for it, and no share bound them: a tenant that switched all names
+    that may have come by need kept others out."""
+    made_with: dict[str, Any] = {"open_adapter": Opener(), "max_sourced_adapters": 2}
+    with tenancy(tmp_path, {}, None, adapter_sources=(f"dir={root}",), **made_with) as made:
+        async with client_of(made.app) as client:
+            for name in ("a", "b"):
+                assert (await ask(client, name, made.keys["acme"])).status_code == 200
+            wish = {"old": "a", "new": "b"}
+            refused = await client.post("/v1/adapters/switch", json=wish, headers=made.headers("acme"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_no_room"), refused.text
+            assert (await ask(client, "a", made.keys["beta"])).status_code == 200
+
+
+async def test_a_rollback_is_a_switch_within_the_share(tmp_path: Path, root: Path) -> None:
+    """Switches that were rolled back one by one are all switched again by a second rollback of each."""
+    adapters = {"acme/one": "/srv/acme/one", "acme/two": "/srv/acme/two"}
+    made_with: dict[str, Any] = {"open_adapter": Opener(), "max_sourced_adapters": 2}
+    with tenancy(tmp_path, adapters, None, adapter_sources=(f"dir={root}",), **made_with) as made:
+        async with client_of(made.app) as client:
+
+            async def does(verb: str, **wish: str) -> int:
+                return (await client.post(f"/v1/adapters/{verb}", json=wish, headers=made.headers("acme"))).status_code
+
+            for old, new in (("one", "a"), ("two", "b")):
+                assert (await ask(client, new, made.keys["acme"])).status_code == 200
+                assert await does("switch", old=old, new=new) == 200
+                assert await does(f"{old}/rollback") == 200
+            found = [await does("one/rollback"), await does("two/rollback"), await does("one/rollback")]
+            assert found == [200, 503, 200], "the last one goes back, which holds nothing more"
+            assert (await ask(client, "a", made.keys["beta"])).status_code == 200
+
+
 async def test_after_a_limit_was_lowered_so_many_leave_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands in one request's way would hold it, and the interpreter."""
     monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
