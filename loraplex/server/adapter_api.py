@@ -490,11 +490,12 @@ class AdapterRoutes:
         return _json(ResidencyReply(caller_of(request).scope.shown(name), has_changed))
 
     async def _pin(self, request: Request, name: str, is_pinned: bool) -> bool:
+        registry = self._registry(f"adapter {clipped(name)!r} was named")
         verb = LoRARegistry.pin if is_pinned else LoRARegistry.unpin
         async with (
             self._quota.turn(request, is_held=is_pinned),
             self._verbs.of(client_of(request)),
-            self._quota.changing(request, name, is_pin=is_pinned),
+            self._quota.changing(request, registry.resolve(name).adapter_name, is_pin=is_pinned),
         ):
             return await self._engine.on_registry(verb, name, self._names.answer_check(request, name))
 

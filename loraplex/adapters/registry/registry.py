@@ -469,7 +469,7 @@ class LoRARegistry:
 
     def check_pins(self, tenant: str, name: str) -> None:
         """Before a tenant pins `name`, which may not be there yet. Raises AdapterNoRoomError beyond its share."""
-        self._store.check_pins(tenant, getattr(self._table.current.get(name), "adapter_id", None))
+        self._store.check_pins(tenant, getattr(self.find(name), "adapter_id", None))
 
     def unpin(self, name: str, check_answer: CheckAnswer = any_answer) -> bool:
         with self._verb_on(name, check_answer) as (version, is_current):

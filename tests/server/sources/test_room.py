@@ -172,6 +172,18 @@ async def test_pins_of_names_by_need_are_no_more_than_a_share(tmp_path: Path, ro
     assert [each.status_code for each in (*found, again)] == [200, 503, 200]
 
 
+async def test_a_pin_by_a_versions_address_is_one_of_the_share(tmp_path: Path, root: Path) -> None:
+    """`b@1` is pinned as `b`, and the share knew no such name."""
+    made_with: dict[str, Any] = {"open_adapter": Opener(), "max_sourced_adapters": 3}
+    with tenancy(tmp_path, {}, None, adapter_sources=(f"dir={root}",), **made_with) as made:
+        async with client_of(made.app) as client:
+            found = []
+            for name in ("a", "b"):
+                assert (await ask(client, name, made.keys["acme"])).status_code == 200
+                found.append(await client.post(f"/v1/adapters/{name}@1/pin", headers=made.headers("acme")))
+    assert [each.status_code for each in found] == [200, 503]
+
+
 async def test_pins_at_the_same_time_are_no_more_than_a_share(tmp_path: Path, root: Path) -> None:
     """Each was checked before any other was noted, so all of them were within the share."""
     made_with: dict[str, Any] = {"open_adapter": Opener(), "max_sourced_adapters": 3}
