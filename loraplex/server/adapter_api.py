@@ -400,11 +400,19 @@ class AdapterRoutes:
     async def clone(self, name: str, request: Request) -> Response:
         """The same weights under a further name: both share memory and KV, and are reloaded and unloaded apart."""
         body = await self._context.bodies.read(request, CloneAdapterRequest)
-        self._registry(f"adapter {clipped(name)!r} was to be cloned")
+        registry = self._registry(f"adapter {clipped(name)!r} was to be cloned")
         check_number(request, body.lora_int_id)
         name, new_name = self._names.answering(request, name), self._names.new(request, body.name)
-        adding = self._quota.changing(request, new_name, is_load=True, is_pin=body.is_pinned)
-        async with self._loading(request, body.is_pinned), adding as check_size:  # a source may be read
+        async with (
+            self._loading(request, is_held=True),  # a source may be read
+            self._quota.changing(
+                request,
+                new_name,
+                is_load=True,
+                is_pin=body.is_pinned,
+                cloned=registry.resolve(name).adapter_name,
+            ) as check_size,
+        ):
             result = await self._engine.on_registry(
                 LoRARegistry.clone,
                 name,
@@ -510,10 +518,10 @@ class AdapterRoutes:
             return await self._engine.on_registry(verb, *args, **kwargs)
 
     @contextlib.asynccontextmanager
-    async def _loading(self, request: Request, is_pinned: bool = False) -> AsyncIterator[None]:
+    async def _loading(self, request: Request, is_held: bool = False) -> AsyncIterator[None]:
         """The turns of a load, in order."""
         async with (
-            self._quota.turn(request, is_load=True, is_held=is_pinned),
+            self._quota.turn(request, is_load=True, is_held=is_held),
             self._loads.of(client_of(request)),
         ):
             yield

@@ -92,6 +92,12 @@ class FetchedFiles:
         with self._lock:
             return sum(self._sizes.values()) + self._coming.total()
 
+    def bytes_of(self, paths: Iterable[str]) -> int:
+        """Of the places that these directories lie in, each once."""
+        with self._lock:
+            places = {self._place_of(Path(each)) for each in paths}
+            return sum(size for place, size in self._sizes.items() if place in places)
+
     @contextmanager
     def loading(self, used: Callable[[], Iterable[str]], evict: Evict) -> Iterator[MakeRoom]:
         """Around a load, until a version has what it fetches. used: the directories of registered versions."""

@@ -171,14 +171,35 @@ class NameRoom:
 
     def check_held(self, registry: LoRARegistry, tenant: str, *names: str) -> None:
         """Before a verb of a tenant that pins or switches these. Raises AdapterNoRoomError where more of its names that
-        came by need than its share would be held: they never leave."""
+        came by need than its share would be held, or of their files kept: they never leave."""
+        self.check_files(registry, tenant, *names)
         loaded = [each for each in registry.loaded_from(ORIGIN) if each.name.startswith(f"{tenant}/")]
         before = {each.name for each in loaded if each.is_held}
         after = before | {each.name for each in loaded if each.name in names}
-        share = max(1, self._max_names // max(2, len(self._table().tenants)))
+        share = max(1, self._max_names // self._num_tenants())
         if len(after) > max(share, len(before)):
             text = f"{len(after)} adapters of this tenant that came from sources would be pinned or switched, and its"
             raise AdapterNoRoomError(f"{text} share of {self._max_names} is {share}; unpin or unload others first")
+
+    def check_files(self, registry: LoRARegistry, tenant: str, *names: str) -> None:
+        """Before a verb of a tenant after which the files of these stay: a pin, a switch, a clone, a new version.
+        Raises AdapterNoRoomError where more bytes than its share were fetched for what stays, but for a first one."""
+        leaving = {each.name for each in registry.loaded_from(ORIGIN) if not each.is_held}
+        if leaving.isdisjoint(names):
+            return
+        files = self._engine.by_need.files
+        own = [spec for spec in registry.specs() if spec.adapter_name.startswith(f"{tenant}/")]
+        before, after = (
+            files.bytes_of(spec.path for spec in own if spec.adapter_name not in each)
+            for each in (leaving, leaving.difference(names))
+        )
+        share = files.max_bytes // self._num_tenants()
+        if before and after > max(share, before):
+            text = f"{after} bytes that were fetched from sources would stay for this tenant, and its share of"
+            raise AdapterNoRoomError(f"{text} {files.max_bytes} is {share}; unpin or unload others first")
+
+    def _num_tenants(self) -> int:
+        return max(2, len(self._table().tenants))
 
     def _num_over(self, loaded: Sequence[LoadedName], coming: set[str]) -> int:
         """coming: names that will be there, or are already; taken in one step, for the event loop changes them."""

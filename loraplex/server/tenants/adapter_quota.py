@@ -1,10 +1,10 @@
 """How many adapters, bytes and pins a tenant may have: checked around the verbs that add some. The engine heeds the
 limits in memory, and is told them.
 
-Pins and switches of a tenant run one after another, and so do its loads where such limits are on them: two never take
-the last place together. Each server counts what its registry has; bytes are those of the weights' files, and of what
-was uploaded of all files, of all versions that are kept. An adapter that turns out to be too large when its files are
-opened is refused before anything has changed.
+Pins, switches and clones of a tenant run one after another, and so do its loads where such limits are on them: two
+never take the last place together. Each server counts what its registry has; bytes are those of the weights' files,
+and of what was uploaded of all files, of all versions that are kept. An adapter that turns out to be too large when
+its files are opened is refused before anything has changed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class AdapterQuota:
         self, request: Request, *, is_load: bool = False, is_held: bool = False
     ) -> AbstractAsyncContextManager[None]:
         """Of the tenant alone, around `changing`, and taken before a turn among the verbs of all: what waits for a slow
-        change of its tenant has none of those meanwhile. is_held: a pin or a switch is to hold a name. Raises ApiError,
-        as turns do."""
+        change of its tenant has none of those meanwhile. is_held: a pin, switch or clone is to hold a name or its
+        files. Raises ApiError, as turns do."""
         tenant = caller_of(request).scope.tenant
         is_counted = is_held or _limits_of(request, is_load, is_pin=False) is not None
         return self._turns.of(tenant) if tenant and is_counted else nullcontext()
@@ -66,13 +66,14 @@ class AdapterQuota:
         is_pin: bool = False,
         is_needed: bool = False,
         switched: str = "",
+        cloned: str = "",
     ) -> AsyncIterator[Callable[[int], None] | None]:
         """In the tenant's `turn`, around a verb that loads or pins the adapter registered as `name`, which takes what
         this gives as its `check_size`. is_needed: a request loads it, and what gives raises where others are to leave
-        for it: not before it is known to be good. switched: the adapter that it is to answer for. Raises
-        TenantLimitError, and AdapterNoRoomError for a request and for what is held beyond the tenant's share. The
-        caller is looked up again, since its turn may have come late: ApiError 401 for a key that opens nothing any
-        longer, but for a load that is of all requests for the name."""
+        for it: not before it is known to be good. switched: the adapter that it is to answer for; cloned: the one
+        that it is to be equal to. Raises TenantLimitError, and AdapterNoRoomError for a request and for what is to stay
+        beyond the tenant's share. The caller is looked up again, since its turn may have come late: ApiError 401 for a
+        key that opens nothing any longer, but for a load that is of all requests for the name."""
         caller = self._keys.admitted(request.headers)
         if caller is not None:
             request.state.caller = caller
@@ -87,6 +88,8 @@ class AdapterQuota:
                 await self._engine.on_registry(LoRARegistry.check_pins, tenant, name)
             if (is_pin or switched) and tenant:
                 await self._engine.on_registry(self._room.check_held, tenant, name, switched)
+            if is_load and tenant and not is_needed:
+                await self._engine.on_registry(self._room.check_files, tenant, name, cloned)
             if is_load:
                 await stack.enter_async_context(self._room.for_new(name, is_needed=is_needed))
             yield check_size

@@ -15,10 +15,13 @@ import httpx
 import pytest
 
 from loraplex.adapters.registry import LoRARegistry
+from loraplex.adapters.remote.fetched import FetchedFiles
+from loraplex.adapters.sources.by_need import LoadsByNeed
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.sources.room import MAX_LEAVING, NameRoom
 from loraplex.tenants.records import TenantTable
 from loraplex.testing import FakeAsyncEngine
+from loraplex.testing.fake_engine import FakeNeedOpener
 from tests.security.tenancy import tenancy
 from tests.server.conftest import client_of
 from tests.server.sources.test_resolver import Opener, ask, listed
@@ -227,6 +230,63 @@ async def test_a_rollback_is_a_switch_within_the_share(tmp_path: Path, root: Pat
             found = [await does("one/rollback"), await does("two/rollback"), await does("one/rollback")]
             assert found == [200, 503, 200], "the last one goes back, which holds nothing more"
             assert (await ask(client, "a", made.keys["beta"])).status_code == 200
+
+
+KEEPING = {
+    "clone": lambda client, name, key: client.post(f"/v1/adapters/{name}/clone", json={"name": "other"}, headers=key),
+    "clone of a version": lambda client, name, key: client.post(
+        f"/v1/adapters/{name}@1/clone", json={"name": "other"}, headers=key
+    ),
+    "pin": lambda client, name, key: client.post(f"/v1/adapters/{name}/pin", headers=key),
+    "switch": lambda client, name, key: client.post(
+        "/v1/adapters/switch", json={"old": "own", "new": name}, headers=key
+    ),
+    "tensors": lambda client, name, key: client.put(
+        f"/v1/adapters/{name}/tensors", content=tensors(config={}), headers=key
+    ),
+}
+
+
+@asynccontextmanager
+async def fetched(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, str]]]:
+    """A server with acme's key, where acme had a and b fetched; it may keep one of them."""
+    files = FetchedFiles(tmp_path / "fetched", 5)
+    place = tmp_path / "fetched" / "objects" / "list"
+    for name in ("a", "b"):
+        (place / name).mkdir(parents=True)
+        (place / name / "adapter_config.json").write_text("{}")
+    (tmp_path / "fetched").chmod(0o700)
+    assert files.bytes_of([str(files.folder / "objects" / "list" / name) for name in ("a", "b")]) == 4
+    with tenancy(tmp_path, {"acme/own": "/srv/acme/own"}, None, adapter_sources=(f"dir={place}",)) as made:
+        made.engine._by_need = LoadsByNeed(files, FakeNeedOpener(Opener()))
+        async with client_of(made.app) as client:
+            for name in ("a", "b"):
+                assert (await ask(client, name, made.keys["acme"])).status_code == 200
+            yield client, made.headers("acme")
+
+
+@pytest.mark.parametrize("verb", KEEPING)
+async def test_what_stays_of_fetched_files_is_no_more_than_a_share(tmp_path: Path, verb: str) -> None:
+    """A name leaves for others' files, and a clone of it does not: a tenant that cloned all that it had had fetched
+    kept others from having anything fetched."""
+    async with fetched(tmp_path) as (client, key):
+        for name in ("one", "two"):
+            clone = await client.post("/v1/adapters/a/clone", json={"name": name}, headers=key)
+            assert clone.status_code == 200, "they have the same files"
+        refused = await KEEPING[verb](client, "b", key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_no_room"), refused.text
+        for name in ("one", "two"):
+            assert (await client.delete(f"/v1/adapters/{name}", headers=key)).status_code == 200
+        allowed = await KEEPING[verb](client, "b", key)
+        assert allowed.status_code in (200, 201), allowed.text
+
+
+async def test_clones_at_the_same_time_keep_no_more_than_a_share(tmp_path: Path) -> None:
+    async with fetched(tmp_path) as (client, key):
+        clones = (
+            client.post(f"/v1/adapters/{name}/clone", json={"name": f"{name}-2"}, headers=key) for name in ("a", "b")
+        )
+        assert sorted(each.status_code for each in await asyncio.gather(*clones)) == [200, 503]
 
 
 async def test_after_a_limit_was_lowered_so_many_leave_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
