@@ -11,6 +11,7 @@ Messages name what was given and a file's name, never where it was found: they g
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from pathlib import Path
 from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.registry import VersionRecord
 from loraplex.adapters.regular_file import Roots, is_inside, outside_roots
-from loraplex.adapters.remote.fetched import OBJECTS, FetchedFiles, MakeRoom, check_disk
+from loraplex.adapters.remote.fetched import FOLDERS, OBJECTS, FetchedFiles, MakeRoom, check_disk
 from loraplex.adapters.remote.fetches import Fetches
 from loraplex.adapters.remote.hub import HUB_PREFIX, HubAdapter, HubCache, hub_folder_of, hub_snapshot_of
 from loraplex.adapters.remote.object_store import ObjectAdapter, fetch_objects, object_folder_of
@@ -90,8 +91,10 @@ class AdapterSource:
         return self._from_disk(path, called or path_or_id)
 
     def _from_hub(self, adapter: HubAdapter) -> Path:
-        cache = HubCache(self.hub_cache, self.timeout_s, self.max_object_bytes, self.make_room, self.fetches)
-        return cache.fetch(adapter)
+        root = self.hub_cache
+        if root is not None and adapter.folder:  # which comes and goes by itself: a repository may have all of a source
+            root = root / FOLDERS / hashlib.sha256(f"{adapter.repo}/{adapter.folder}".encode()).hexdigest()
+        return HubCache(root, self.timeout_s, self.max_object_bytes, self.make_room, self.fetches).fetch(adapter)
 
     def roots_of(self, directory: Path) -> Roots:
         """Where the files of a directory that was fetched must lie each time they are opened.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from loraplex.adapters.remote.fetched import Evict, FetchedFiles, MakeRoom, chec
 from loraplex.errors import AdapterFetchError, AdapterFetchTimeoutError, AdapterNoRoomError, AdapterTooLargeError
 
 
-def never(is_here: object) -> bool:
+def never(*_: object) -> bool:
     return False
 
 
@@ -28,6 +30,7 @@ class Server:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.files = FetchedFiles(folder, max_bytes)
         self.used: dict[str, str] = {}
+        self.busy: set[str] = set()
         self.evicted: list[str] = []
         self.time_s = 1000
 
@@ -52,12 +55,13 @@ class Server:
         self.time_s += 1
         os.utime(self.path(name).parent.parent, (self.time_s,) * 2)
 
-    def evict(self, is_here: object) -> bool:
-        name = next(iter(self.used), None)
-        if name is not None:
-            del self.used[name]
-            self.evicted.append(name)
-        return name is not None
+    def evict(self, is_here: object, can_fit: Callable[[Iterable[str]], bool]) -> bool:
+        name = next((each for each in self.used if each not in self.busy), None)
+        if name is None or not can_fit(self.used[each] for each in self.busy):
+            return False
+        del self.used[name]
+        self.evicted.append(name)
+        return True
 
     @property
     def there(self) -> list[str]:
@@ -120,10 +124,10 @@ def test_a_name_that_leaves_may_wait_for_a_thread_that_looks_for_files(server: S
     server.load("a", 60)
     is_leaving, has_looked = threading.Event(), threading.Event()
 
-    def evict(is_here: object) -> bool:
+    def evict(*args: Any) -> bool:
         is_leaving.set()
         assert has_looked.wait(30), "both wait"
-        return server.evict(is_here)
+        return server.evict(*args)
 
     def look() -> Path:
         assert is_leaving.wait(30)
@@ -145,10 +149,10 @@ def test_a_large_load_whose_names_leave_slowly_keeps_no_other_waiting(server: Se
         server.load(name, 10)
     is_leaving, may_leave = threading.Event(), threading.Event()
 
-    def evict_slowly(is_here: object) -> bool:
+    def evict_slowly(*args: Any) -> bool:
         is_leaving.set()
         assert may_leave.wait(30), "others waited for it"
-        return server.evict(is_here)
+        return server.evict(*args)
 
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(server.load, "large", 80, evict_slowly)
@@ -165,13 +169,13 @@ def test_a_load_that_finds_no_more_room_gives_back_what_it_had_taken(server: Ser
     for name, nbytes in (("b", 20), ("e", 20), ("f", 20), ("own", 40)):
         server.load(name, nbytes)
 
-    def evict_idle(is_here: object) -> bool:
-        return next(iter(server.used)) != "own" and server.evict(is_here)
+    def evict_idle(*args: Any) -> bool:
+        return next(iter(server.used)) != "own" and server.evict(*args)
 
-    def evict_with_another(is_here: object) -> bool:
+    def evict_with_another(*args: Any) -> bool:
         if server.evicted == ["b"]:
             server.load("quick", 40, evict_idle)
-        return evict_idle(is_here)
+        return evict_idle(*args)
 
     with pytest.raises(AdapterNoRoomError):
         server.load("slow", 50, evict_with_another)
@@ -182,9 +186,9 @@ def test_a_load_that_is_given_up_while_a_name_leaves_for_it_fetches_nothing(serv
     server.load("a", 60)
     with ExitStack() as load:
 
-        def evict(is_here: object) -> bool:
+        def evict(*args: Any) -> bool:
             load.close()
-            return server.evict(is_here)
+            return server.evict(*args)
 
         make_room = load.enter_context(server.files.loading(server.used.values, evict))
         with pytest.raises(AdapterFetchTimeoutError, match="'b': its load was given up"):
@@ -198,6 +202,20 @@ def test_what_can_never_fit_takes_nothing_away(server: Server) -> None:
     with pytest.raises(AdapterTooLargeError, match=r"'b' has 101 bytes, and .* may have 100 \(--max-fetched-bytes\)"):
         server.load("b", 101, server.evict)
     assert (server.there, server.evicted) == (["a"], [])
+
+
+def test_no_name_leaves_for_what_would_not_fit_without_all_that_may(server: Server) -> None:
+    """Each such request unloaded the idle names of all tenants, and was refused then."""
+    for name, nbytes in (("a", 30), ("b", 30), ("busy", 40)):
+        server.load(name, nbytes)
+    server.busy.add("busy")
+    with pytest.raises(AdapterNoRoomError):
+        server.load("c", 61, server.evict)
+    with pytest.raises(AdapterNoRoomError), server.files.loading(server.used.values, server.evict) as make_room:
+        make_room("another commit of a", server.path("a"), 31)
+    assert (server.evicted, server.there) == ([], ["a", "b", "busy"])
+    server.load("c", 60, server.evict)
+    assert (server.evicted, server.there) == (["a", "b"], ["busy", "c"])
 
 
 def test_loads_that_run_count_and_keep_their_files(server: Server) -> None:

@@ -1,11 +1,13 @@
 """Files that requests had fetched from the hub and from object stores: a folder of this server alone, bounded in bytes.
 
 DIR/models--ORG--REPO/       a repository of the hub, as its library keeps it: what was fetched of it
+DIR/folders/HASH/            the same of one folder of a repository
 DIR/objects/PREFIX/LIST/     what a store had below a prefix
 
 Each of these is a place. A fetch makes room for all that it will download before the first byte: places go, the one
 that was loaded first before others, unless a registered version or a load that runs needs them. Where that is not
-enough, idle names leave whose files lie here. DIR is `fetched` in the state directory, else a temporary folder.
+enough, idle names leave whose files lie here, if it fits without all of them. DIR is `fetched` in the state directory,
+else a temporary folder.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from loraplex.adapters.merging.part_folder import temporary_folder
@@ -30,7 +33,10 @@ from loraplex.errors import (
 )
 from loraplex.private_folder import private_folder
 
-FOLDER_NAME, OBJECTS = "fetched", "objects"
+FOLDER_NAME, FOLDERS, OBJECTS = "fetched", "folders", "objects"
+_NUM_PARTS = {FOLDERS: 2, OBJECTS: 3}
+"""Of the path of a place."""
+
 LOCKS = ".locks"
 PART_PREFIX = ".part-"
 """Of a fetch that runs, beside the lists of its prefix."""
@@ -45,8 +51,9 @@ MakeRoom = Callable[[object, Path, int], None]
 """Of an adapter (as messages call it) whose files will lie in a directory, and of which so many bytes are missing.
 Raises AdapterFetchError, AdapterNoRoomError, AdapterTooLargeError."""
 
-Evict = Callable[[Callable[[str], bool]], bool]
-"""Unload an idle name whose files lie in a directory to which the function says yes. Whether there was one."""
+Evict = Callable[[Callable[[str], bool], Callable[[Iterable[str]], bool]], bool]
+"""Unload an idle name whose files lie in a directory to which the first function says yes, if the second one does to
+those that are used still when all idle names have left. Whether there was one."""
 
 
 def check_disk(adapter: object, directory: Path, nbytes: int) -> None:
@@ -81,7 +88,7 @@ class FetchedFiles:
                 for left in folder.glob(f"{OBJECTS}/*/{PART_PREFIX}*"):  # by a server that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 shutil.rmtree(folder / LOCKS, ignore_errors=True)
-                found = (*folder.glob("models--*"), *folder.glob(f"{OBJECTS}/*/[!.]*"))
+                found = (*folder.glob("models--*"), *folder.glob(f"{FOLDERS}/*"), *folder.glob(f"{OBJECTS}/*/[!.]*"))
                 self._sizes = {place: _size_of(place) for place in found}
                 self._folder = folder
             return self._folder
@@ -120,8 +127,8 @@ class FetchedFiles:
             if place is None:
                 return check_disk(adapter, directory, nbytes)
 
-            def take(is_last_try: bool) -> bool:
-                """Whether all of `nbytes` has room; what has some stays taken, unless the last try finds no more."""
+            def take(is_last_try: bool) -> int:
+                """How many of `nbytes` have no room; what has some stays taken, unless the last try finds no more."""
                 nonlocal taken
                 with self._lock:
                     check_goes_on(adapter)
@@ -131,7 +138,7 @@ class FetchedFiles:
                     taken += num_more
                     coming[place] += num_more
                     self._coming[place] += num_more
-                    return taken == nbytes
+                    return nbytes - taken
 
             try:
                 self._make_room(adapter, nbytes, take, evict)
@@ -187,27 +194,35 @@ class FetchedFiles:
         size = _size_of(place)
         self._sizes[place] = size if has_loaded else max(size, self._sizes[place])  # the rest of it may come yet
 
-    def _make_room(self, adapter: object, nbytes: int, take: Callable[[bool], bool], evict: Evict) -> None:
+    def _make_room(self, adapter: object, nbytes: int, take: Callable[[bool], int], evict: Evict) -> None:
         """Under no lock. take: of `loading`."""
         if nbytes > self.max_bytes:
             text = f"and all that requests fetch together may have {self.max_bytes} (--max-fetched-bytes)"
             raise AdapterTooLargeError(f"{adapter} has {nbytes} bytes, {text}")
-        while not take(False):
-            if not evict(self._is_here) and not take(True):
+        while missing := take(False):
+            if not evict(self._is_here, partial(self._can_fit, missing)) and take(True):
                 text = f"requests have fetched as many bytes as they may ({self.max_bytes}), and all are in use"
                 raise AdapterNoRoomError(f"{adapter} is not fetched: {text}; try again later")
 
     def _free(self, wanted: int, used: Callable[[], Iterable[str]]) -> int:
         """How many bytes are free. Of what nothing uses as much goes as has to. The caller has the lock."""
         if self.num_bytes + wanted > self.max_bytes:
-            kept = {self._place_of(Path(each)) for each in used()}
-            unused = [each for each in self._sizes if each not in kept and not self._num_loads[each]]
-            for place in sorted(unused, key=_time_of):
+            for place in sorted(self._unused(used()), key=_time_of):
                 _remove(place)
                 del self._sizes[place]
                 if self.num_bytes + wanted <= self.max_bytes:
                     break
         return max(0, self.max_bytes - self.num_bytes)
+
+    def _can_fit(self, nbytes: int, used_still: Iterable[str]) -> bool:
+        with self._lock:
+            unused_bytes = sum(self._sizes[each] for each in self._unused(used_still))
+            return self.num_bytes - unused_bytes + nbytes <= self.max_bytes
+
+    def _unused(self, used: Iterable[str]) -> list[Path]:
+        """Places that may go. The caller has the lock."""
+        kept = {self._place_of(Path(each)) for each in used}
+        return [each for each in self._sizes if each not in kept and not self._num_loads[each]]
 
     def _is_here(self, path: str) -> bool:
         return path.startswith(f"{self._folder}{os.sep}")
@@ -217,7 +232,7 @@ class FetchedFiles:
         if self._folder is None or not directory.is_relative_to(self._folder):
             return None
         parts = directory.relative_to(self._folder).parts
-        return self._folder.joinpath(*parts[: 3 if parts[:1] == (OBJECTS,) else 1])
+        return self._folder.joinpath(*parts[: _NUM_PARTS.get(parts[0], 1) if parts else 0])
 
 
 def _remove(place: Path) -> None:

@@ -85,7 +85,7 @@ class LoadsByNeed:
         source = self._opener.source
         if registry is None or not record.origin.startswith(ORIGIN) or "://" not in record.lora_path:
             return source.locate(record, may_fetch)
-        with self.files.loading(lambda: [spec.path for spec in registry.specs()], lambda is_here: False) as make_room:
+        with self.files.loading(lambda: [spec.path for spec in registry.specs()], lambda *_: False) as make_room:
             return source.into(self.files, make_room).locate(record, may_fetch)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 
@@ -220,9 +220,15 @@ class NameRoom:
             if not idle[largest]:
                 del idle[largest]
 
-    def evict(self, registry: LoRARegistry, is_here: Callable[[str], bool]) -> bool:
-        """Unload one name whose files lie in a directory to which `is_here` says yes. Whether there was one."""
+    def evict(
+        self, registry: LoRARegistry, is_here: Callable[[str], bool], can_fit: Callable[[Iterable[str]], bool]
+    ) -> bool:
+        """An `Evict` (adapters/remote/fetched.py)."""
         latest = time.time() - JUST_USED_S
+        idle = {each.name for each in registry.loaded_from(ORIGIN) if each.is_idle and each.last_used_time < latest}
+        leaving = idle | self._leaving.copy()
+        if not can_fit(spec.path for spec in registry.specs() if spec.adapter_name not in leaving):
+            return False
 
         def in_turn(loaded: list[LoadedName]) -> Iterator[str]:
             return self._in_turn([each for each in loaded if is_here(each.path)], lambda name: latest)

@@ -22,15 +22,15 @@ COMMIT = "a" * 40
 
 
 def files_of(adapter: HubAdapter) -> Path:
-    return Path(adapter_path(adapter.repo.partition("/")[2]))
+    return Path(adapter_path(adapter.folder or adapter.repo.partition("/")[2]))
 
 
 @pytest.fixture(autouse=True)
 def demo_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub that has each demonstration adapter as org/NAME."""
+    """A hub that has each demonstration adapter as org/NAME, and as a folder of any repository."""
 
     def download(adapter: HubAdapter, root: Path, commit: str, names: list[str], timeout_s: float) -> None:
-        directory = root / f"models--{adapter.repo.replace('/', '--')}" / "snapshots" / commit
+        directory = root / f"models--{adapter.repo.replace('/', '--')}" / "snapshots" / commit / adapter.folder
         if not directory.exists():
             shutil.copytree(files_of(adapter), directory)
 
@@ -50,7 +50,7 @@ class Loads:
     def load(self, name: str, path: str, *leaving: str) -> None:
         names = list(leaving)
 
-        def evict(is_here: object) -> bool:
+        def evict(*_: object) -> bool:
             return bool(names) and self.registry.unload(names.pop()).is_drained
 
         self.by_need.load(self.registry, NeededAdapter(name, path, f"hub/{name}", "hub"), evict)
@@ -81,6 +81,18 @@ def test_what_is_fetched_makes_room_for_what_is_needed(loads: Loads, tmp_path: P
     assert sorted(loads.registry.names()) == ["rot13", "upper"]
 
 
+def test_folders_of_a_repository_make_room_for_each_other(loads: Loads) -> None:
+    """They were one place, which a load of any of them kept: once it was full, none of them was fetched any more."""
+    for name in ("upper", "reverse"):
+        loads.load(name, f"hf://org/all/{name}")
+    (upper,) = (each.path for each in loads.registry.loaded_from("source:hub") if each.name == "upper")
+    loads.load("rot13", "hf://org/all/rot13", "upper")
+    assert (sorted(loads.registry.names()), Path(upper).exists()) == (["reverse", "rot13"], False)
+    again = FetchedFiles(loads.by_need.files.folder)
+    assert again.folder.exists()
+    assert again.num_bytes == loads.by_need.files.num_bytes
+
+
 def test_a_name_that_is_loaded_keeps_its_files_though_another_load_of_them_fails(loads: Loads) -> None:
     loads.load("upper", "hf://org/upper")
 
@@ -89,7 +101,7 @@ def test_a_name_that_is_loaded_keeps_its_files_though_another_load_of_them_fails
 
     needed = NeededAdapter("twin", "hf://org/upper", "twin", "hub")
     with pytest.raises(LoraplexError, match="too many bytes"):
-        loads.by_need.load(loads.registry, needed, lambda is_here: False, refuse)
+        loads.by_need.load(loads.registry, needed, lambda *_: False, refuse)
     assert Path(loads.registry.spec_of(loads.registry.resolve("upper")).path).exists()
     assert loads.registry.names() == ("upper",)
 
@@ -105,7 +117,7 @@ def test_what_is_larger_than_its_tenant_may_have_takes_nothing_away(
         seen.append(nbytes)
         raise TenantLimitError("too many bytes", 60.0, "adapter_bytes")
 
-    def evict(is_here: object) -> bool:
+    def evict(*_: object) -> bool:
         raise AssertionError("something is to leave")
 
     for name in ("upper", "reverse"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,7 +328,7 @@ async def test_a_name_that_leaves_slowly_keeps_no_other_load_waiting(monkeypatch
 
     def make_room(name: str) -> None:
         if how == "files":
-            assert room.evict(registry, lambda path: True)
+            assert room.evict(registry, lambda path: True, lambda used_still: True)
         else:
             room.make_for_needed(registry, name)
 
@@ -340,6 +340,25 @@ async def test_a_name_that_leaves_slowly_keeps_no_other_load_waiting(monkeypatch
         may_leave.set()
         await first
         assert registry.names() == ()
+
+
+def test_no_name_leaves_for_files_that_would_not_fit_without_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.sources.room.JUST_USED_S", 0.0)
+    engine, told = FakeAsyncEngine({"own": "/own"}), list[list[str]]()
+    registry = engine.registry
+    assert registry is not None
+    for name in ("a", "b", "busy"):
+        registry.load(name, f"/{name}", origin="source:dir")
+    held = registry.acquire("busy")
+
+    def can_fit(used_still: Iterable[str]) -> bool:
+        told.append(sorted(used_still))
+        return False
+
+    room = NameRoom(engine, TenantTable, 9)
+    assert not room.evict(registry, lambda path: True, can_fit)
+    assert (told, set(registry.names())) == ([["/busy", "/own"]], {"a", "b", "busy", "own"})
+    registry.release(held)
 
 
 class LookedAt(Counter[str]):
