@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from contextvars import copy_context
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from loraplex.adapters.registry import Draining
 from loraplex.server.api_error import ApiError
+from loraplex.server.off_loop import OffLoop
 
 PATIENCE_S = 10.0
 TOO_MANY_OF_CLIENT, TOO_MANY = 429, 503
@@ -89,7 +88,7 @@ class DrainWaits:
 
     def __init__(self) -> None:
         self._turns = VerbTurns("verbs that wait for requests", MAX_WAITS, MAX_WAITS_OF_A_CLIENT)
-        self._threads = ThreadPoolExecutor(NUM_END_THREADS, thread_name_prefix="drain-end")
+        self._ends = OffLoop(NUM_END_THREADS)
         self._running: set[asyncio.Future[Any]] = set()
 
     async def run(self, client: str, deadline_s: float | None, begin: Callable[[], Awaitable[Draining[T]]]) -> T:
@@ -106,8 +105,7 @@ class DrainWaits:
             draining = await begin()
             while draining.waits_for is not None:
                 await _wait(*draining.waits_for)
-                going_on = partial(copy_context().run, draining.go_on)
-                await asyncio.get_running_loop().run_in_executor(self._threads, going_on)
+                await self._ends.run(client, draining.go_on, 0)
             return draining.result
 
     def _end(self, done: asyncio.Future[Any]) -> None:

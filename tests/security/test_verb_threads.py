@@ -7,8 +7,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -184,6 +185,36 @@ async def test_force_ends_requests_whose_verb_has_no_client_any_more() -> None:
             await asyncio.sleep(0.001)
         engine.resume()
         assert (await running).status_code == 200, "of the fake, whose store ends no request"
+
+
+async def test_ends_of_a_clients_waits_leave_a_thread_to_others(hang: threading.Event) -> None:
+    """They ask the engine, which may be slow: those of 128 verbs stood before any other client's."""
+
+    class Ending:
+        """Waits for no request any more."""
+
+        result, waits_for = 0, ([], 1.0)
+
+        def __init__(self, end: Callable[[], object]) -> None:
+            self._end = end
+
+        def go_on(self) -> None:
+            self._end()
+            self.waits_for = None
+
+    async def begin(ending: Any) -> Any:
+        return ending
+
+    drains, began = verb_turns.DrainWaits(), threading.Semaphore(0)
+    flood = [
+        asyncio.ensure_future(drains.run("a", 1.0, partial(begin, Ending(lambda: (began.release(), hang.wait(60))))))
+        for _ in range(4)
+    ]
+    assert await asyncio.to_thread(began.acquire, timeout=60)
+    await asyncio.wait_for(drains.run("b", 1.0, partial(begin, Ending(lambda: None))), 60)
+    assert not any(each.done() for each in flood)
+    hang.set()
+    assert await asyncio.gather(*flood) == [0] * 4
 
 
 async def test_verbs_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
