@@ -311,6 +311,7 @@ FILE = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="f"; filename="{WE
         (HEAD + FILE + f"\r\n--{BOUNDARY}x".encode() * 5000, "its boundary is in the files"),
         (HEAD.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n"), "is encoded"),
         (HEAD.replace(b'"name"', b'"\xff"'), "not UTF-8"),
+        (HEAD.replace(b'name="name"', b'name*0="a"; name*="b"'), "no Content-Disposition"),
         (HEAD, "before its last boundary"),
         (b"", "before its last boundary"),
     ],
@@ -331,7 +332,7 @@ def test_a_long_content_type_is_not_parsed() -> None:
         UploadForm(f"multipart/form-data; {';' * 31_000} boundary={BOUNDARY}", lambda name, data: None)
 
 
-@pytest.mark.parametrize("boundary", ["", "x" * 15, "x" * 71, "a b c d e f g h", '"' * 10])
+@pytest.mark.parametrize("boundary", ["", "x" * 15, "x" * 71, "a b c d e f g h", '"' * 10, "; a*0=b; a*=c"])
 def test_boundaries(boundary: str) -> None:
     with pytest.raises(ApiError, match="no boundary"):
         UploadForm(f"multipart/form-data; boundary={boundary}", lambda name, data: None)
