@@ -266,13 +266,16 @@ class ModelNames:
         for name in scope.query(query).of(registered):
             if name in refs:
                 shown_name = scope.shown(name)
-                yield shown_name, self._adapter_card(shown_name, refs[name], has_paths)
+                yield shown_name, self._adapter_card(shown_name, refs[name], has_paths, scope)
 
     def _base_card(self, name: str, has_paths: bool) -> ModelCard:
         info = self._engine.model_info
         return ModelCard(name, self._created, info.root if has_paths else name, None, info.max_model_len)
 
-    def _adapter_card(self, name: str, ref: LoRARef, has_paths: bool) -> ModelCard:
+    def _adapter_card(self, name: str, ref: LoRARef, has_paths: bool, scope: Scope) -> ModelCard:
+        """Of what answers for a name since a switch and is not the caller's to see, it says nothing."""
+        if not scope.may_see(ref.adapter_name):
+            return ModelCard(name, self._created, name, self.served[0], self._engine.model_info.max_model_len)
         root = ref.lora_path if has_paths else name
         max_model_len = (None if ref.text is None else ref.text.max_model_len) or self._engine.model_info.max_model_len
         return ModelCard(name, int(ref.loaded_time), root, self.served[0], max_model_len)
@@ -284,7 +287,8 @@ class ModelNames:
         if adapter_name is None or registry is None:
             return self._base_card(model, caller.is_admin)
         self.hide_targets(request, adapter_name)
-        return self._adapter_card(caller.scope.shown(adapter_name), registry.resolve(adapter_name), caller.is_admin)
+        name, ref = caller.scope.shown(adapter_name), registry.resolve(adapter_name)
+        return self._adapter_card(name, ref, caller.is_admin, caller.scope)
 
 
 def has_adapter(registry: LoRARegistry | None, name: str) -> bool:

@@ -651,6 +651,28 @@ async def test_what_a_load_says_of_a_switched_name_is_nothing_of_anothers(
     assert (told["version"], told["digest"], told["rank"], told["lora_int_id"]) == (0, "", 0, None)
 
 
+async def test_a_models_card_says_nothing_of_what_answers_for_a_switched_name(
+    server: Tenancy, acme: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when the other tenant had loaded it, which each reload changed, nor where it came from."""
+    registry = server.engine.registry
+    assert registry is not None
+    await server.engine.on_registry(LoRARegistry.switch, "acme/both", "beta/secret")
+    monkeypatch.setattr(registry._loader, "_clock", lambda: 2e9)
+    await server.engine.on_registry(LoRARegistry.load, "beta/secret", "hf://org/secret", load_inplace=True)
+    await server.engine.on_registry(LoRARegistry.load, "acme/sql", "hf://org/sql", load_inplace=True)
+    listed = {card["id"]: card for card in (await acme.get("/v1/models")).json()["data"]}
+    assert listed["both"] == {**listed["base"], "id": "both", "root": "both", "parent": "base"}
+    assert listed["both"] == (await acme.get("/v1/models/both")).json()
+    assert listed["sql"]["created"] == 2_000_000_000
+    sources = []
+    for name in ("both", "sql"):
+        answer = await acme.post("/generate", json={"inputs": "hi", "parameters": {"adapter_id": name}})
+        assert (answer.status_code, answer.headers["x-adapter-id"]) == (200, name)
+        sources.append(answer.headers.get("x-adapter-source"))
+    assert sources == [None, "hub"]
+
+
 async def test_a_tenant_does_not_bring_back_what_an_operator_had_chosen(
     server: Tenancy, acme: httpx.AsyncClient
 ) -> None:

@@ -136,11 +136,11 @@ class LoraxAnswer:
             "x-compute-characters": str(self.num_chars),
             "x-model-id": _header(self.base_name),
         }
+        seen = [ref for ref in target.held.refs if scope.may_see(ref.adapter_name)]
         if names:
-            self.headers |= {
-                "x-adapter-id": _header(",".join(map(scope.shown, names))),
-                "x-adapter-source": ",".join(dict.fromkeys(kind_of(ref.lora_path) for ref in target.held.refs)),
-            }
+            self.headers["x-adapter-id"] = _header(",".join(map(scope.shown, names)))
+        if seen:
+            self.headers["x-adapter-source"] = ",".join(dict.fromkeys(kind_of(ref.lora_path) for ref in seen))
         return LoraxRenderer(self, generation)
 
     def note(self, output: RequestOutput) -> None:
