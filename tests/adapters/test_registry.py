@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,24 @@ def test_the_same_load_again_changes_nothing_and_says_so(bench: Bench) -> None:
         assert (again.status, again.ref) == (LoadStatus.ALREADY_LOADED, first.ref)
     assert bench.sources.num_opened == {"/sql": 1}
     assert bench.store.count("add") == 1
+
+
+@pytest.mark.parametrize("view", ["loaded_from", "specs"])
+def test_versions_are_gone_over_while_requests_may_take_the_lock(
+    bench: Bench, view: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that changes nothing, sent again and again, kept requests of all tenants waiting."""
+    registry = bench.registry
+    registry.load("sql", "/sql", origin="source:dir")
+    versions = registry._table.versions
+
+    class Versions(list[Any]):
+        def __iter__(self) -> Any:
+            assert not registry._lock.locked()
+            return super().__iter__()
+
+    monkeypatch.setattr(registry._table, "versions", lambda: Versions(versions()))
+    assert len(registry.loaded_from("source:") if view == "loaded_from" else registry.specs()) == 1
 
 
 def test_a_load_that_evicts_says_whom(bench: Bench) -> None:

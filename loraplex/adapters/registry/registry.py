@@ -516,8 +516,9 @@ class LoRARegistry:
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """What the store holds when no verb runs: current and kept versions, and old ones with requests."""
-        with self._lock:
-            return tuple(version.spec for version in self._table.versions())
+        with self._lock:  # requests take it: what is gone over is a copy
+            versions = self._table.versions()
+        return tuple(version.spec for version in versions)
 
     def loaded_from(self, origin: str) -> list[LoadedName]:
         """Names whose current version has an origin that begins so, the least recently used first."""

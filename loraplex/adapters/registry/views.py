@@ -131,11 +131,11 @@ class Views:
                     yield info
 
     def loaded_from(self, origin: str) -> list[LoadedName]:
-        """As LoRARegistry.loaded_from. Requests take the lock: what is counted under it is copied alone."""
+        """As LoRARegistry.loaded_from. Requests take the lock: under it all is copied and nothing counted."""
         with self._lock:
-            current, aliases = list(self._table.current.items()), self._table.aliases.copy()
-            busy = {each.ref.adapter_name for each in self._table.versions() if each.num_references}
-            busy |= self._table.verbs.keys()
+            current, versions = list(self._table.current.items()), self._table.versions()
+            aliases, busy = self._table.aliases.copy(), {*self._table.verbs}
+        busy.update(each.ref.adapter_name for each in versions if each.num_references)
         held = {name for name, each in current if each.is_pinned}.union(*aliases.items())
         found = [
             LoadedName(

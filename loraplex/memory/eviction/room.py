@@ -427,10 +427,14 @@ class Room:
                 "device are pinned already; unpin another adapter or raise adapter_memory_bytes"
             )
 
+    def _on_device(self, tenant: str) -> Iterator[StoredWeights]:
+        """Contents of a tenant; all that are pinned are among them, but for one whose damaged copy is replaced."""
+        return (self._weights[digest] for digest in self.uses[Tier.DEVICE].digests.get(tenant, ()))
+
     def check_share_of_pins(self, tenant: str, wanted: StoredWeights | None) -> None:
         """Raises AdapterNoRoomError when a tenant's pinned contents and this one exceed its limit, or its share of the
         device."""
-        pinned = {each for each in self._weights.values() if each.num_pinned and tenant in each.tenants}
+        pinned = {each for each in self._on_device(tenant) if each.num_pinned}
         if self.quotas:
             self._check_quota_of_pins(tenant, wanted)
         if wanted in pinned:
@@ -446,7 +450,7 @@ class Room:
 
     def _check_quota_of_pins(self, tenant: str, wanted: StoredWeights | None) -> None:
         """What was never loaded is taken to have the bytes of its files; what is not there yet, one byte."""
-        pinned = {each for each in self._weights.values() if pins(tenant, each)}
+        pinned = {each for each in self._on_device(tenant) if pins(tenant, each)}
         if wanted in pinned:
             return
         pinned_bytes = sum(map(_expected_nbytes, pinned))

@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.adapter_store import MemoryQuota
 from loraplex.core import AdapterSpec, Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError
 from loraplex.memory.eviction.shares import RECENT_S
+from loraplex.memory.residency.records import StoredWeights
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import Packer
 from tests.kernels.cases import BACKENDS
@@ -122,6 +124,25 @@ def test_pins_of_a_tenant_take_its_share_at_most(rig: Rig) -> None:
     rig.manager.check_pins("beta", 4)
     rig.pin(4)
     rig.manager.check_integrity()
+
+
+def test_a_check_of_pins_goes_over_nothing_but_pins(rig: Rig) -> None:
+    """It went over all contents in the step loop, twice where any tenant had a limit of bytes."""
+
+    class Unwalked(dict[str, StoredWeights]):
+        def values(self) -> Any:
+            raise AssertionError("all contents are gone over")
+
+    rig.manager.attach_adapters([spec(rig, 1, "acme"), *(spec(rig, number, "beta") for number in range(2, 5))])
+    rig.manager.set_quotas({"beta": MemoryQuota(device_bytes=10**9)})
+    for number in (2, 3):
+        rig.pin(number)
+    use(rig, 4)
+    room = rig.manager._residency.room
+    room._weights = Unwalked(room._weights)
+    rig.manager.check_pins("beta", 2)
+    with pytest.raises(AdapterNoRoomError, match="more than its share"):
+        rig.manager.check_pins("beta", 4)
 
 
 def test_what_is_pinned_stays_so_when_there_are_more_tenants(rig: Rig) -> None:
