@@ -57,7 +57,7 @@ class _Replica:
 
     def unlearn(self, adapter: str | None) -> None:
         """A request for it went elsewhere."""
-        if adapter in self.begun:
+        if adapter is not None and adapter in self.begun:
             self.begun.remove(adapter)
             if adapter not in self.begun and adapter not in self.figures.tiers:
                 self.known.tiers.pop(adapter, None)

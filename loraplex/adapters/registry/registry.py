@@ -442,9 +442,9 @@ class LoRARegistry:
         """Let a kept version of `name` answer for it again: rollback, by default to what answered before what does now.
 
         That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
-        now is remembered instead, so `move` goes forth and back. Adapters that the caller may not let answer are passed
-        over. A version inherits the pin. Raises AdapterNotFoundError for a version that is not kept, what check_answer
-        raises, and what promoting it raises when its source is missing or has changed: what answers now answers on.
+        now is remembered instead: `move` goes forth and back. It passes over what the caller may not let answer. A
+        version inherits the pin. Raises AdapterNotFoundError for a version that is not kept, what check_answer raises,
+        and what promoting it raises when its source is missing or has changed: what answers now answers on.
         """
         result = self._switch.move(name, version, may_answer, check_answer)
         ref, number = result.ref, result.ref.adapter_version
@@ -516,8 +516,8 @@ class LoRARegistry:
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """What the store holds when no verb runs: current and kept versions, and old ones with requests."""
-        with self._lock:  # requests take it: what is gone over is a copy
-            versions = self._table.versions()
+        with self._lock:
+            versions = self._table.versions()  # a copy: requests take the lock
         return tuple(version.spec for version in versions)
 
     def loaded_from(self, origin: str) -> list[LoadedName]:
