@@ -441,10 +441,9 @@ class LoRARegistry:
     ) -> LoadResult:
         """Let a kept version of `name` answer for it again: rollback, by default to what answered before what does now.
 
-        That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
-        now is remembered instead: `move` goes forth and back. It passes over what the caller may not let answer. A
-        version inherits the pin. Raises AdapterNotFoundError for a version that is not kept, what check_answer raises,
-        and what promoting it raises when its source is missing or has changed: what answers now answers on.
+        That may be its own version before a switch, or what it was switched to; what answered until now is remembered
+        instead. Passes over what the caller may not let answer. A version inherits the pin. Raises AdapterNotFoundError
+        for a version that is not kept, what check_answer raises, and what promoting raises: no other one answers then.
         """
         result = self._switch.move(name, version, may_answer, check_answer)
         ref, number = result.ref, result.ref.adapter_version
