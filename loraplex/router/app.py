@@ -26,7 +26,7 @@ from loraplex.router.settings import RouteSettings
 from loraplex.router.verbs import AdapterVerbs
 from loraplex.routing import Needs
 from loraplex.server.api_error import ApiError, clipped, error_response
-from loraplex.server.auth import address_of, credential_of
+from loraplex.server.auth import credential_of
 from loraplex.server.body import SHORT_BODY_BYTES, read_body
 from loraplex.server.browser_guard import AllowedHosts, BrowserGuard
 from loraplex.server.config import ServerConfig
@@ -73,7 +73,7 @@ class Inference:
             return refusal
         body = await read_body(request, self._settings.max_body_bytes)
         read = partial(needs_of, body, credential_of(request.headers), self._fleet.base_names)
-        client = self._keys.account(request.headers) or address_of(request)
+        client = self._keys.client_of(request)
         needs = read() if len(body) <= SHORT_BODY_BYTES else await self._off_loop.run(client, read, len(body))
         return Relayed(self._fleet, self._keys, self._metrics, request, body, needs, self._settings.max_attempts)
 

@@ -108,6 +108,10 @@ class Keys:
             return None
         return f"tenant {key.tenant}" if key.tenant else credential
 
+    def client_of(self, request: Request) -> str:
+        """Whose turn a request takes."""
+        return self.account(request.headers) or address_of(request)
+
     def caller(self, headers: RequestHeaders) -> Caller:
         """Whose the connection's request is. Keys are the replicas' to check."""
         account = self.account(headers)
@@ -131,8 +135,3 @@ class Keys:
         if key is None:
             return False
         return key.tenant is None or (key.tenant != "" and adapter.startswith(f"{key.tenant}/"))
-
-
-def client_of(request: Request) -> str:
-    """Whose turn a request takes: its key's, else its address's."""
-    return tenant_of(credential_of(request.headers)) or address_of(request)

@@ -21,7 +21,7 @@ from loraplex.errors import LoraplexError
 from loraplex.router.connection import UNREADABLE, Headers
 from loraplex.router.exchange import REPLICAS_HEADER, answer_headers, response_of, sent_headers, target_of
 from loraplex.router.fleet import Fleet
-from loraplex.router.keys import Keys, client_of
+from loraplex.router.keys import Keys
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import ApiError
 from loraplex.server.body import SHORT_BODY_BYTES
@@ -89,7 +89,7 @@ class Lists:
         """Of clients with a key: a client without one takes no place that they need."""
         if (refusal := await self._keys.refusal(request)) is not None:
             return refusal
-        client = self._keys.account(request.headers) or client_of(request)
+        client = self._keys.client_of(request)
         async with self._turns.of(client):
             return await self._union(request, field, client)
 

@@ -49,7 +49,7 @@ from loraplex.router.exchange import (
     typed,
 )
 from loraplex.router.fleet import Fleet
-from loraplex.router.keys import Keys, client_of
+from loraplex.router.keys import Keys
 from loraplex.router.names import Card
 from loraplex.router.needs import adapters_named
 from loraplex.router.replica import VERB_TIMEOUT_S, Replica
@@ -167,7 +167,7 @@ class AdapterVerbs:
         """In one order, so that no two verbs wait for each other."""
         for replica in self._fleet.replicas:
             if replica in replicas:
-                await held.enter_async_context(replica.verb_turns.of(client_of(request)))
+                await held.enter_async_context(replica.verb_turns.of(self._keys.client_of(request)))
 
     def _replicas(self, request: Request, are_equal: bool) -> list[Replica]:
         """are_equal: one does, of those that share their names."""

@@ -96,6 +96,21 @@ async def test_lists_of_a_tenants_keys_have_its_turns(monkeypatch: pytest.Monkey
         assert {answer.status_code for answer in await asyncio.gather(*calls, other)} == {200}
 
 
+async def test_lists_of_one_address_with_invented_keys_are_one_clients() -> None:
+    """At replicas without keys two of them had all places, and lists of other addresses waited."""
+    listing = Listing()
+    async with RawReplica(listing).running() as raw, router([raw.name]) as front:
+        calls = [
+            asyncio.ensure_future(front.client.get("/v1/adapters", headers={"Authorization": f"Bearer {index}"}))
+            for index in range(2 * lists.MAX_LISTS)
+        ]
+        await front.until(lambda: listing.num_waiting >= lists.MAX_LISTS_OF_A_CLIENT)
+        await asyncio.sleep(0.1)
+        assert len(raw.requests) == lists.MAX_LISTS_OF_A_CLIENT
+        listing.release.set()
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+
+
 async def test_a_refusal_does_not_wait_for_a_replica_that_hangs() -> None:
     async def silent(request: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
@@ -167,4 +182,4 @@ async def test_a_long_list_is_made_beside_the_event_loop(monkeypatch: pytest.Mon
         for headers in ({}, {"Authorization": "Bearer one"}):
             answer: httpx.Response = await front.client.get("/v1/adapters", headers=headers)
             assert len(answer.json()["data"]) == 2000
-        assert ran == [(True, len(listing.body)), (False, len(listing.body))], "in its key's turn, if it has one"
+        assert ran == [(True, len(listing.body))] * 2, "in the turn of its address: no replica has taken the key"

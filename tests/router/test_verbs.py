@@ -303,6 +303,18 @@ async def test_clients_without_a_key_wait_for_no_turn_and_keep_none_from_an_admi
         assert len(verbs_of(raw)) == 41
 
 
+async def test_verbs_of_one_address_with_invented_keys_are_one_clients() -> None:
+    """At replicas without keys each had a turn of its own."""
+    slow = Slow()
+    async with RawReplica(slow).running() as raw, router([raw.name]) as front:
+        turns = front.replica(raw.name).verb_turns
+        calls = [pin(front, "sql", at=raw, headers={"Authorization": f"Bearer admin{index}"}) for index in range(5)]
+        await front.until(lambda: sum(each.num_verbs for each in turns._clients.values()) == 5)
+        assert len(turns._clients) == 1
+        slow.release.set()
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+
+
 async def test_a_replica_that_hangs_holds_no_verb_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request without a key held the verbs of all admins for as long as its replica did not answer: 300 s."""
     monkeypatch.setattr(exchange, "LOOK_TIMEOUT_S", 0.3)
