@@ -205,7 +205,7 @@ class AdapterVerbs:
             raise _differing(names)
         deadline_s = _deadline_of(request, body)
         do = partial(send, request.method, target_of(request), headers, body, timeout_s=VERB_TIMEOUT_S + deadline_s)
-        begin = partial(_begin, do, own) if deadline_s else partial(_do, do)
+        begin = partial(_begin, do, own) if deadline_s and names else partial(_do, do)
         first = await begin(replicas[0], cards[0])
         if not first.is_done and first.status != 0:
             return _answer_of(first, replicas[:1])
