@@ -64,6 +64,7 @@ MAX_BODY_BYTES = 2**16
 ADMINS_PATH = b"/v1/merges"
 """A short page that an admin's key may see, and no other."""
 
+SWITCH_PATH = "/v1/adapters/switch"
 UNLOAD_PATHS = (b"/v1/unload_lora_adapter", b"/unload_lora_adapter")
 
 ABSENT: dict[str, Any] = {}
@@ -117,7 +118,7 @@ class AdapterVerbs:
             verb("POST", "/load_lora_adapter", of_body),
             verb("POST", "/unload_lora_adapter", of_body),
             verb("POST", "/v1/adapters", of_body),
-            verb("POST", "/v1/adapters/switch", partial(_named_in, ("old", "old_name", "new", "new_name"))),
+            verb("POST", SWITCH_PATH, partial(_named_in, ("old", "old_name", "new", "new_name"))),
             Route("/v1/adapters/merge", self._run_at_one, methods=["POST"]),
             Route("/v1/adapters/{name:path}/export", self._run_at_one, methods=["POST"]),
             Route("/v1/merges", self._run_at_one, methods=["GET"]),
@@ -362,12 +363,13 @@ async def _begin(do: Doing, headers: Headers, replica: Replica, before: dict[str
 
 
 def _deadline_of(request: Request, body: bytes) -> float:
-    """How long the verb may wait for requests; 0 for what the replica refuses."""
-    try:
-        given = request.query_params.get("deadline_s") or msgspec.json.decode(body or b"{}", type=_Waiting).deadline_s
-        deadline_s = float(given or 0.0)
-    except (*UNREADABLE, ValueError):
-        return 0.0
+    """How long an unload or a switch may wait for requests; 0 for other verbs, and for what the replica refuses."""
+    deadline_s = 0.0
+    with suppress(*UNREADABLE, ValueError):
+        if request.method == "DELETE":
+            deadline_s = float(request.query_params.get("deadline_s", 0))
+        elif request.scope["path"] == SWITCH_PATH:
+            deadline_s = msgspec.json.decode(body, type=_Waiting).deadline_s or 0.0
     return deadline_s if 0 < deadline_s <= MAX_DEADLINE_S else 0.0
 
 
