@@ -323,7 +323,8 @@ async def _refusal(request: Request, body: bytes, replica: Replica) -> Response 
     if seen.status == 0:
         raise _not_begun(seen.message)
     if seen.status == 403:  # the replica's refusal of the verb names it, and leaves an audit record
-        seen = await send(request.method, target_of(request), sent_headers(request), body, replica)
+        timeout_s = VERB_TIMEOUT_S + _deadline_of(request, body)
+        seen = await send(request.method, target_of(request), sent_headers(request), body, replica, timeout_s=timeout_s)
         if seen.status == 0:
             raise _replica_lost(seen)
     elif seen.is_done:
@@ -352,13 +353,18 @@ async def _do(do: Doing, replica: Replica, before: dict[str, dict[str, Any]]) ->
 
 
 async def _begin(do: Doing, headers: Headers, replica: Replica, before: dict[str, dict[str, Any]]) -> Outcome:
-    """Of a verb that waits for requests: what came of it, or that it has taken effect: its first name is another."""
+    """Of a verb that waits for requests: what came of it, or that it has taken effect. What does not show that within
+    VERB_TIMEOUT_S has no longer a turn than any verb."""
     doing = asyncio.ensure_future(do(replica))
-    name = next(iter(before))
+    (name, card), loop = next(iter(before.items())), asyncio.get_running_loop()
+    until_s = loop.time() + VERB_TIMEOUT_S
     while not (await asyncio.wait((doing,), timeout=LOOK_EVERY_S))[0]:
+        has_begun = loop.time() >= until_s
         with suppress(LoraplexError, _AnswerError):
-            if _state(await _card(replica, name, headers)) != _state(before[name]) and not doing.done():
-                return Outcome(replica, 200, waits=doing)
+            now = await _card(replica, name, headers)
+            has_begun |= now.get("alias_of") in before or _effect(now) != _effect(card)
+        if has_begun and not doing.done():
+            return Outcome(replica, 200, waits=doing)
     return doing.result()
 
 
@@ -405,6 +411,11 @@ async def _put_back(replica: Replica, name: str, card: dict[str, Any], headers: 
 
 def _state(card: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(card.get(field) for field in STATE)
+
+
+def _effect(card: dict[str, Any]) -> tuple[Any, ...]:
+    """A name that was unloaded may be there again by need, and be what it was."""
+    return *_state(card), card.get("loaded_time")
 
 
 def _meaning(card: dict[str, Any]) -> tuple[Any, ...]:

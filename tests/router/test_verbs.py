@@ -432,9 +432,9 @@ async def test_a_replica_that_is_lost_while_a_verb_waits_for_requests_is_said() 
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def completion_at(replica: FakeReplica) -> httpx.Response:
+async def completion_at(replica: FakeReplica, model: str = "sql") -> httpx.Response:
     async with httpx.AsyncClient(base_url=f"http://{replica.name}", trust_env=False, timeout=20.0) as client:
-        return await client.post("/v1/completions", json=completion())
+        return await client.post("/v1/completions", json=completion(model))
 
 
 async def test_a_replica_that_was_lost_while_a_verb_waited_gets_none() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loraplex.router import exchange, verbs
-from tests.router.parts import replicas, router
-from tests.router.test_verbs import HEADER
+from tests.router.parts import RawReplica, replicas, router
+from tests.router.test_verbs import ADMIN, HEADER, Slow, completion_at, pin, verbs_of
 
 
 @pytest.fixture
@@ -59,3 +61,77 @@ async def test_a_deadline_that_the_replica_refuses_is_its_refusal(patience: list
             answer = await front.client.delete("/v1/adapters/sql", params={"deadline_s": deadline_s})
             assert answer.status_code == 400, answer.text
         assert max(patience) == 300.0
+
+
+async def test_an_unload_of_what_is_loaded_again_by_need_keeps_no_other_verb_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its card was what it had been before, for as long as the requests of the version before went on."""
+    monkeypatch.setattr(verbs, "LOOK_EVERY_S", 0.5)
+    (tmp_path / "need").mkdir()
+    (tmp_path / "need/adapter_config.json").write_text("{}")
+    async with replicas(1, adapter_sources=(f"dir={tmp_path}",)) as (a,), router([a.name]) as front:
+        a.engine.hold()
+        running = [asyncio.ensure_future(completion_at(a, "need"))]
+        await front.until(lambda: a.engine.num_running == 1)
+        waiting = asyncio.ensure_future(front.client.delete("/v1/adapters/need", params={"deadline_s": 400}))
+        await front.until(lambda: a.engine.registry.find("need") is None)
+        running.append(asyncio.ensure_future(completion_at(a, "need")))
+        await front.until(lambda: a.engine.num_running == 2)
+        assert (await front.client.post("/v1/adapters/chat/pin")).status_code == 200
+        assert not waiting.done()
+        a.engine.resume()
+        assert {each.status_code for each in await asyncio.gather(waiting, *running)} == {200}
+
+
+async def test_a_switch_that_was_done_before_keeps_no_other_verb_waiting(patience: list[float]) -> None:
+    """It waits for the requests of the first one, and its card shows nothing of it."""
+    async with replicas(1) as (a,), router([a.name]) as front:
+        a.engine.hold()
+        running = asyncio.ensure_future(completion_at(a))
+        await front.until(lambda: a.engine.num_running == 1)
+        switch = {"old": "sql", "new": "chat"}
+        assert (await front.client.post("/v1/adapters/switch", json=switch)).status_code == 200
+        again = asyncio.ensure_future(front.client.post("/v1/adapters/switch", json={**switch, "deadline_s": 400}))
+        await front.until(lambda: 700.0 in patience)
+        assert (await front.client.post("/v1/adapters/chat/pin")).status_code == 200
+        assert not again.done()
+        a.engine.resume()
+        assert {each.status_code for each in await asyncio.gather(again, running)} == {200}
+
+
+async def test_a_verb_that_shows_no_effect_has_its_turn_as_long_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "VERB_TIMEOUT_S", 0.3)
+    slow = Slow()
+    async with RawReplica(slow).running() as raw, router([raw.name]) as front:
+        unload = front.client.delete("/v1/adapters/sql", params={"deadline_s": 400}, headers=ADMIN)
+        waiting = asyncio.ensure_future(unload)
+        await front.until(lambda: len(verbs_of(raw)) == 1)
+        other = pin(front, "sql", at=raw, headers=ADMIN)
+        await front.until(lambda: len(verbs_of(raw)) == 2)
+        assert not waiting.done()
+        slow.release.set()
+        assert (await waiting).status_code == 200
+        await other
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("DELETE", "/v1/adapters/sql?deadline_s=400", None),
+        ("POST", "/v1/adapters/switch", {"old": "sql", "new": "chat", "deadline_s": 400}),
+    ],
+)
+async def test_a_tenants_verb_may_wait_for_requests_as_long_as_an_admins(
+    method: str, path: str, body: dict[str, Any] | None, patience: list[float]
+) -> None:
+    """It was 502 after 300 s, and went on at the replica."""
+
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        status = b"403 Forbidden" if request.startswith(b"GET") else b"200 OK"
+        writer.write(b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}" % status)
+
+    async with RawReplica(answer).running() as raw, router([raw.name]) as front:
+        await front.until(lambda: front.fleet.num_open == 1)
+        assert (await front.client.request(method, path, json=body)).status_code == 200
+        assert max(patience) == 700.0
