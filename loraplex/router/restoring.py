@@ -5,8 +5,8 @@ another content than the other replicas loaded. (The router's key is an operator
 another one's adapter there.) What does not come about for another reason is tried again: all of it, where the replica
 takes the key no longer. Meanwhile the requests for those adapters go to other replicas.
 
-A name that was switched is loaded with its own weights, from before the switch, only when what answers for it is there,
-and is unloaded again where the switch is refused: no request gets the weights that it was switched away from.
+A name that was switched is loaded when what answers for it is there, as its alias from the first moment on: no request
+gets the weights that it was switched away from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import msgspec
 
 from loraplex.router.connection import Headers
-from loraplex.router.exchange import Outcome, look, path_of, send, typed
+from loraplex.router.exchange import Outcome, path_of, send, typed
 from loraplex.router.names import Card
 from loraplex.router.replica import Replica
 from loraplex.server.api_error import clipped
@@ -76,27 +76,16 @@ async def _make(replica: Replica, name: str, card: Card | None) -> Outcome:
     headers = replica.own_headers
     if card is None:
         return await send("DELETE", path_of(name), headers, b"", replica)
-    if card.alias_of is None:
-        return await load_again(replica, name, card, headers)
     if card.alias_of in replica.names.to_do:
         return Outcome(replica, 0, reason=f"{clipped(card.alias_of)!r} is not there yet")
-    target = await look(replica, path_of(card.alias_of), headers)
-    if not target.is_done:
-        return target
-    loaded = await load_again(replica, name, card, headers)
-    if not loaded.is_done:
-        return loaded
-    body = msgspec.json.encode({"old": name, "new": card.alias_of})
-    switched = await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
-    if switched.is_done or _is_passing(switched):
-        return switched
-    unloaded = await send("DELETE", path_of(name), headers, b"", replica)
-    return switched if unloaded.is_done else unloaded
+    return await load_again(replica, name, card, headers)
 
 
 async def load_again(replica: Replica, name: str, card: Card, headers: Headers) -> Outcome:
     """What the card's path had; the replica refuses it where it has other weights or text by now."""
-    fields: dict[str, object] = {"path": card.path, "is_pinned": card.is_pinned}
+    fields: dict[str, object] = {"path": card.path, "is_pinned": card.is_pinned and card.alias_of is None}
+    if card.alias_of is not None:
+        fields["alias_of"] = card.alias_of
     if card.digest:
         fields["digest"] = card.digest
         if card.text_digest is not None:

@@ -46,7 +46,6 @@ from loraplex.router.exchange import (
     send,
     sent_headers,
     target_of,
-    typed,
 )
 from loraplex.router.fleet import Fleet
 from loraplex.router.keys import Keys
@@ -395,10 +394,6 @@ async def _put_back(replica: Replica, name: str, card: dict[str, Any], headers: 
     if not card:
         if now:
             await send("DELETE", path_of(name), headers, b"", replica)
-        return
-    if not now and card.get("alias_of"):
-        body = msgspec.json.encode({"old": name, "new": card["alias_of"]})
-        await send("POST", b"/v1/adapters/switch", typed(headers), body, replica)
         return
     if not now:
         await load_again(replica, name, msgspec.convert(card, Card), headers)

@@ -306,11 +306,12 @@ class AdapterRoutes:
         self._registry(f"adapter {clipped(name)!r} was to be changed")
         check_number(request, body.lora_int_id)
         name = self._names.own(request, name) if body.path is None else self._names.new(request, name)
-        is_pinned = bool(body.is_pinned)
-        turn = self._verbs.of(client_of(request)) if body.path is None else self._loading(request, is_pinned)
+        is_held = bool(body.is_pinned or body.alias_of is not None)
+        turn = self._verbs.of(client_of(request)) if body.path is None else self._loading(request, is_held)
         async with turn:
             result = await self._put(request, name, body)
-        if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
+        is_done = body.alias_of is not None or (body.is_pinned and body.path is not None)
+        if body.is_pinned is not None and not is_done:
             await self._pin(request, name, body.is_pinned)
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
         return _json(LoadReply.of(result, caller_of(request).scope), 201 if is_new else 200)
@@ -333,6 +334,7 @@ class AdapterRoutes:
                 is_pinned=bool(body.is_pinned),
                 keeps_equal=True,
                 digests=body.digests,
+                alias_of=None if body.alias_of is None else self._names.own(request, body.alias_of),
             )
         result = None if body.version is None else await self._engine.on_registry(LoRARegistry.move, name, body.version)
         if result is not None and body.lora_int_id is None:
@@ -527,8 +529,9 @@ class AdapterRoutes:
             yield
 
     async def _load(self, request: Request, name: str, path: str, **wishes: Any) -> LoadResult:
-        is_pinned = wishes.get("is_pinned", False)
-        async with self._quota.changing(request, name, is_load=True, is_pin=is_pinned) as check_size:
+        is_pinned, switched = wishes.get("is_pinned", False), wishes.get("alias_of") or ""
+        changing = self._quota.changing(request, name, is_load=True, is_pin=is_pinned, switched=switched)
+        async with changing as check_size:
             await self._check_path(request, path)
             with in_roots(request):
                 wishes |= {"check_size": check_size, "check_answer": self._names.answer_check(request, name)}

@@ -75,12 +75,14 @@ class PutAdapterRequest(RequestModel):
     """`PUT /v1/adapters/{name}`: what the adapter is to be. Fields that are not sent stay as they are.
 
     path: load from there, unless path and content are what answers already; digest: which content has to be there, and
-    text_digest: with which text of its own ("": none); version: let that kept version answer.
+    text_digest: with which text of its own ("": none); alias_of: what answers for the name instead, as after a switch,
+    from the first moment on; version: let that kept version answer.
     """
 
     path: Path | None = None
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     text_digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] | None = None
+    alias_of: Name | None = None
     version: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     is_pinned: bool | None = None
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
@@ -90,6 +92,8 @@ class PutAdapterRequest(RequestModel):
         any_of(lacks("path"), lacks("version")),
         any_of(lacks("digest"), has(path=TEXT)),
         any_of(lacks("text_digest"), has(digest=TEXT)),
+        any_of(lacks("alias_of"), has(path=TEXT)),
+        any_of(lacks("alias_of"), lacks("is_pinned")),
         any_of(has(path=TEXT), has(version=NUMBER), has(is_pinned={"type": "boolean"}), has(lora_int_id=NUMBER)),
     )
 
@@ -101,6 +105,8 @@ class PutAdapterRequest(RequestModel):
             raise ApiError("digest is of the content of a path: send path too", param="digest")
         if self.text_digest is not None and self.digest is None:
             raise ApiError("text_digest is of the content of a digest: send digest too", param="text_digest")
+        if self.alias_of is not None and (self.path is None or self.is_pinned):
+            raise ApiError("alias_of is of a load without a pin: send path, and no is_pinned", param="alias_of")
         if not self.model_fields_set:
             raise ApiError("nothing is to be changed: send path, version, is_pinned or lora_int_id", param="path")
         return self

@@ -619,6 +619,33 @@ def test_aliases_follow_a_second_switch(bench: Bench) -> None:
     assert bench.registry.describe("c").aliases == ("a",)
 
 
+def test_a_load_as_an_alias_answers_with_another_from_the_first_moment_on(bench: Bench) -> None:
+    new = bench.registry.load("b", "/b").ref
+    for status in (LoadStatus.LOADED, LoadStatus.ALREADY_LOADED):
+        loaded = bench.registry.load("a", "/a", load_inplace=True, keeps_equal=True, alias_of="b")
+        assert (loaded.status, loaded.ref) == (status, new)
+        assert bench.registry.resolve("a") == new
+        assert bench.registry.describe("a").alias_of == "b"
+    assert bench.store.count("add") == 2
+    assert bench.registry.move("a").ref.lora_path == "/a", "its own weights are there"
+    bench.registry.load("a", "/a", load_inplace=True, keeps_equal=True, alias_of="b")
+    assert bench.registry.resolve("a") == new
+
+
+def test_a_load_as_an_alias_of_what_is_not_there_loads_nothing(bench: Bench) -> None:
+    def unload(nbytes: int) -> None:
+        bench.registry.unload("b")
+
+    for alias_of, error in (("b", AdapterNotFoundError), ("a", InvalidRequestError)):
+        with pytest.raises(error):
+            bench.registry.load("a", "/a", load_inplace=True, alias_of=alias_of)
+    bench.registry.load("b", "/b")
+    with pytest.raises(AdapterNotFoundError):
+        bench.registry.load("a", "/a", load_inplace=True, alias_of="b", check_size=unload)
+    assert bench.registry.names() == ()
+    assert not bench.store.adapters
+
+
 def test_unload_of_an_alias_frees_name_and_weights(bench: Bench) -> None:
     old = bench.registry.load("a", "/a").ref
     new = bench.registry.load("b", "/b").ref

@@ -170,6 +170,7 @@ def test_each_verb_is_known_to_all_in_under_a_second(begin: Callable[..., Server
         (lambda: one.registry.move("a"), lambda there: there.resolve("a").lora_path == "/a2"),
         (lambda: other.registry.move("a", 1), lambda there: there.resolve("a").lora_path == "/a"),
         (lambda: one.registry.clone("b", "c"), lambda there: there.resolve("c").lora_path == "/b"),
+        (lambda: other.registry.load("d", "/d", alias_of="b"), lambda there: there.resolve("d").lora_path == "/b"),
         (lambda: one.registry.unload("a"), lambda there: "a" not in there.names()),
     ]
     for verb, is_known in verbs:

@@ -160,22 +160,41 @@ async def test_a_switched_name_is_given_up_with_what_answers_for_it(caplog: pyte
         assert len(b.engine.requests) == 3
 
 
-async def test_a_name_whose_switch_is_refused_does_not_stay_with_its_own_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What answers for it may be unloaded at the last moment."""
-    send = restoring.send
+async def test_a_switched_name_never_answers_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its load and its switch a mix with it did, and for seconds where the switch was put off."""
+    send, answered, refusals = restoring.send, set(), [503]
 
-    async def refuse(method: str, target: bytes, headers: Any, body: bytes, replica: Any) -> Any:
-        if target == b"/v1/adapters/switch":
-            return exchange.Outcome(replica, 404)
-        return await send(method, target, headers, body, replica)
+    async def put_off_once(method: str, target: bytes, headers: Any, body: bytes, replica: Any) -> Any:
+        is_put_off = b'"sql"' in body and bool(refusals)
+        sent = exchange.Outcome(replica, refusals.pop()) if is_put_off else None
+        outcome = sent or await send(method, target, headers, body, replica)
+        found = a.engine.registry.find("chat")
+        answered.add(found and found.adapter_name)
+        return outcome
 
-    monkeypatch.setattr(restoring, "send", refuse)
+    monkeypatch.setattr(restoring, "send", put_off_once)
     async with replicas(2) as (a, b), router([a.name, b.name]) as front:
         await with_alias(a, front, a.start_empty)
-        await until_health(front, available=2, restoring=0, differing=1)
-        assert set(await cards(a)) == {"sql"}
+        await until_health(front, available=2, restoring=0, differing=0)
+        assert answered == {None, "sql"}
+        assert await cards(a) == await cards(b)
+
+
+async def test_a_switched_name_whose_target_is_unloaded_at_the_last_moment_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send = restoring.send
+
+    async def late(method: str, target: bytes, headers: Any, body: bytes, replica: Any) -> Any:
+        if target.endswith(b"/chat"):
+            a.engine.registry.unload("sql")
+        return await send(method, target, headers, body, replica)
+
+    monkeypatch.setattr(restoring, "send", late)
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        await with_alias(a, front, a.start_empty)
+        await until_health(front, available=2, restoring=0)
+        assert not await cards(a)
 
 
 Answers = list[Callable[[Replica], tuple[int, bytes]]]

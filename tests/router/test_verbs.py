@@ -145,6 +145,16 @@ async def test_what_has_other_content_now_is_not_put_back(part: str) -> None:
         assert "sql" not in await cards(a)
 
 
+async def test_an_alias_whose_unload_another_replica_fails_is_one_again() -> None:
+    """It was switched, with nothing loaded under its name, which changes nothing."""
+    async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
+        a.engine.registry.switch("sql", "chat")
+        before = await cards(a)
+        answer = await front.client.delete("/v1/adapters/sql")
+        assert [card["is_restored"] for card in answer.json()["replicas"]] == [True, True]
+        assert await cards(a) == before
+
+
 async def test_a_reload_that_changed_the_text_alone_is_undone() -> None:
     async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
         a.engine._open_source = with_other("text")

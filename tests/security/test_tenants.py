@@ -218,6 +218,7 @@ def requests_about(name: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", "/v1/unload_lora_adapter", {"lora_name": f"{name}@1"}),
         ("POST", "/v1/adapters/switch", {"old": name, "new": "sql"}),
         ("POST", "/v1/adapters/switch", {"old": "sql", "new": name}),
+        ("PUT", "/v1/adapters/new", {"path": "/srv/acme/x", "alias_of": name}),
         *(("POST", f"/v1/adapters/{name}/{verb}", None) for verb in ("pin", "unpin", "evict", "preload", "rollback")),
         ("POST", f"/v1/adapters/{name}/clone", {"name": "copy"}),
         ("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": "/srv/beta/x"}),
@@ -409,6 +410,7 @@ async def test_what_is_shared_is_used_alone(server: Tenancy, acme: httpx.AsyncCl
         ("POST", f"/v1/adapters/{shared}/rollback", None),
         ("POST", f"/v1/adapters/{shared}/clone", {"name": "copy"}),
         ("POST", "/v1/adapters/switch", {"old": "sql", "new": shared}),
+        ("PUT", "/v1/adapters/new", {"path": "/srv/acme/x", "alias_of": shared}),
         ("POST", "/v1/adapters/switch", {"old": shared, "new": "sql"}),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": shared}),
     ):

@@ -281,6 +281,17 @@ async def test_put_creates_reloads_and_keeps_what_is_equal(client: httpx.AsyncCl
     assert (await put(version=3))[0] == 404
 
 
+async def test_put_of_an_alias_leaves_the_pin_of_what_answers(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/adapters/chat/pin")
+    body = {"path": "/one", "alias_of": "chat", "is_pinned": False}
+    for status in (201, 200):
+        answer = await client.put("/v1/adapters/new", json=body)
+        assert (answer.status_code, answer.json()["name"]) == (status, "chat")
+    card = (await client.get("/v1/adapters/new")).json()
+    assert (card["path"], card["alias_of"], card["version"]) == ("/one", "chat", 1)
+    assert (await client.get("/v1/adapters/chat")).json()["is_pinned"]
+
+
 async def test_put_gives_a_number(client: httpx.AsyncClient) -> None:
     assert (await client.put("/v1/adapters/sql", json={"lora_int_id": 4})).json()["lora_int_id"] == 4
     assert (await client.put("/v1/adapters/sql", json={"lora_int_id": 5})).status_code == 400
@@ -313,6 +324,9 @@ async def test_put_without_a_path_loads_nothing_that_is_unloaded_meanwhile(
         ({"path": None}, "nothing is to be changed"),
         ({"path": "/x", "version": 1}, "path and version exclude each other"),
         ({"path": "/x", "text_digest": ""}, "send digest too"),
+        ({"alias_of": "chat"}, "send path"),
+        ({"path": "/x", "alias_of": "chat", "is_pinned": True}, "no is_pinned"),
+        ({"path": "/x", "alias_of": "sql"}, "cannot answer for itself"),
         ({"version": 0}, "version"),
         ({"path": "/x", "colour": 1}, "unknown field 'colour'"),
     ],

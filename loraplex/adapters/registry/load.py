@@ -16,11 +16,12 @@ from dataclasses import replace
 from loraplex.adapter_store import AdapterStore
 from loraplex.adapters.registry.adapter_name import check_lora_int_id
 from loraplex.adapters.registry.drain import Drain
+from loraplex.adapters.registry.name_table import NameTable
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.core import AdapterId, AdapterSpec
-from loraplex.errors import AdapterNotFoundError, EngineError, LoraplexError
+from loraplex.errors import AdapterNotFoundError, EngineError, InvalidRequestError, LoraplexError
 
 _log = logging.getLogger(__name__)
 
@@ -106,17 +107,23 @@ class AdapterLoader:
             wish.turn.wait_for_id()
         else:  # a load that waits keeps its name from other servers, whose lists may have another order
             taken = shared.take_adapter_id()
+        drains: tuple[PendingDrain, ...] | None = None
         with self._names.change() as table:
-            previous = table.current.get(wish.name)
-            if wish.keeps_equal and previous is not None and _is_equal(previous, wish, opened):
-                return LoadResult(LoadStatus.ALREADY_LOADED, table.keep(verb).ref)
-            version = self._new_version(wish, opened, previous, taken)
+            previous, target = table.current.get(wish.name), _target(table, wish)
+            is_kept = wish.keeps_equal and previous is not None and _is_equal(previous, wish, opened)
+            if is_kept:
+                version = table.keep(verb)
+                drains = () if target is None else table.redirect(wish.name, target)
+            else:
+                version = self._new_version(wish, opened, previous, taken)
+        if is_kept:
+            self._drain.complete(drains or ())
+            return LoadResult(LoadStatus.ALREADY_LOADED, (target or version).ref)
         wish.turn.took_id()
         if wish.check_size is not None:
             wish.check_size(opened.nbytes)
         is_needed = wish.open_adapter is not None
         evicted = () if is_needed else self._store.add_adapter(version.spec).evicted
-        drains: tuple[PendingDrain, ...] | None = None
         try:
             if is_needed:  # its request loads it, whose step begins with the first layers
                 self._store.attach_adapters([version.spec])
@@ -124,8 +131,11 @@ class AdapterLoader:
             if shared is None:
                 wish.turn.wait_for_name()
             with self._names.change() as table:
+                target = _target(table, wish)
                 version.last_used_time = self._clock()
                 drains = table.publish(version, verb)
+                if target is not None:
+                    drains += table.redirect(wish.name, target)
         except BaseException:
             if drains is None:
                 if self._names.shared is not None:  # else nothing but an unload keeps a load from its name
@@ -137,7 +147,7 @@ class AdapterLoader:
         loaded = LoadStatus.LOADED_WITH_EVICTION if evicted else LoadStatus.LOADED
         status = loaded if previous is None else LoadStatus.RELOADED
         number = None if previous is None else previous.number
-        return LoadResult(status, version.ref, evicted, time.monotonic() - began_s, number)
+        return LoadResult(status, (target or version).ref, evicted, time.monotonic() - began_s, number)
 
     def _opened(self, wish: LoadWish) -> OpenedAdapter:
         if wish.open_adapter is not None:
@@ -228,3 +238,15 @@ def _is_equal(version: AdapterVersion, wish: LoadWish, opened: OpenedAdapter) ->
     if wish.received is not None:  # what was sent again mends a version whose files are lost
         is_same_source = os.path.isdir(version.spec.path)
     return is_same_source and (ref.adapter_digest, ref.text) == (opened.adapter_digest, opened.text)
+
+
+def _target(table: NameTable, wish: LoadWish) -> AdapterVersion | None:
+    """What is to answer instead of what is loaded. Raises what refuses a switch to it."""
+    if wish.alias_of is None:
+        return None
+    if wish.alias_of == wish.name:
+        raise InvalidRequestError(f"adapter {wish.name!r} cannot answer for itself as another", param="alias_of")
+    table.aliases.check_room(wish.name, wish.alias_of)
+    target = table.own(wish.alias_of)
+    target.check_ready()
+    return target

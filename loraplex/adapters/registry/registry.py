@@ -232,26 +232,27 @@ class LoRARegistry:
         check_answer: CheckAnswer = any_answer,
         open_adapter: Callable[[], OpenedAdapter] | None = None,
         digests: ContentDigests | None = None,
+        alias_of: str | None = None,
     ) -> LoadResult:
-        """Make `name` resolve to the adapter at `path` (a directory or a hub id).
+        """Make `name` resolve to the adapter at `path` (a directory or a hub id). What is not said here: see LoadWish.
 
         A name that is loaded from `path` already is a no-op that says so (and pins, if asked, what answers for the
         name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
-        version before out of what is kept). turn: its place among loads that run side by side. check_size: is told the
-        bytes of a new version before anything is changed; what it raises refuses the load. check_answer: of what would
-        be pinned. open_adapter: opens `path` in its own way. digests: that its content has to have.
+        version before out of what is kept). turn: its place among loads that run side by side.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
-        wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn, digests=digests)
-        wish = replace(wish, check_size=check_size, open_adapter=open_adapter, check_answer=check_answer)
+        wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn, alias_of=alias_of)
+        wish = replace(wish, check_size=check_size, check_answer=check_answer, open_adapter=open_adapter, digests=digests)
         return self._pinned(wish, self._found_as_wished(wish) or self._loader.load(wish))
 
     def _pinned(self, wish: LoadWish, result: LoadResult) -> LoadResult:
         if wish.is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(wish.name, wish.check_answer)
+        if wish.alias_of is not None:
+            self._tell(EventKind.SWITCH, wish.name, f"was switched to {wish.alias_of!r}", new=wish.alias_of)
         return result
 
     def _found_as_wished(self, wish: LoadWish) -> LoadResult | None:

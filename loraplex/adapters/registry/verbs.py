@@ -69,7 +69,8 @@ class LoadWish:
     no file. check_size: is told the bytes of the files before anything is changed, and raises where they are too many.
     open_adapter: opens the path, instead of what opens others, for a request, which then loads the weights.
     check_answer: is told the adapter that answers for the name, before that is pinned. digests: that the content has
-    to have.
+    to have. alias_of: what answers for the name as soon as it is there, as after a switch: its own weights never do.
+    Where that is not loaded, nothing is.
     """
 
     name: str
@@ -86,6 +87,7 @@ class LoadWish:
     open_adapter: Callable[[], OpenedAdapter] | None = None
     check_answer: CheckAnswer = any_answer
     digests: ContentDigests | None = None
+    alias_of: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +108,8 @@ class Verb:
 
 
 def _kind(wish: LoadWish) -> tuple[object, ...]:
-    return wish.path, wish.is_pinned, wish.keeps_equal, wish.content, wish.check_size is None, wish.digests
+    what = wish.path, wish.content, wish.digests, wish.alias_of
+    return *what, wish.is_pinned, wish.keeps_equal, wish.check_size is None
 
 
 class LoadStatus(enum.StrEnum):
