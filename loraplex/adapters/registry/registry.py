@@ -239,13 +239,14 @@ class LoRARegistry:
         A name that is loaded from `path` already is a no-op that says so (and pins, if asked, what answers for the
         name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
-        version before out of what is kept). turn: its place among loads that run side by side.
-        """
+        version before out of what is kept). turn: its place among loads that run side by side."""
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
         wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn, alias_of=alias_of)
-        wish = replace(wish, check_size=check_size, check_answer=check_answer, open_adapter=open_adapter, digests=digests)
+        wish = replace(
+            wish, check_size=check_size, check_answer=check_answer, open_adapter=open_adapter, digests=digests
+        )
         return self._pinned(wish, self._found_as_wished(wish) or self._loader.load(wish))
 
     def _pinned(self, wish: LoadWish, result: LoadResult) -> LoadResult:
@@ -282,8 +283,7 @@ class LoRARegistry:
 
         No file is read while the weights are in memory: names of one digest share them, on every tier, and its KV. From
         then on each is reloaded, pinned and unloaded by itself. A name with this content is a no-op that says so; one
-        with another is refused (AdapterConflictError). check_size, check_answer: as in `load`; check_source: of `name`.
-        """
+        with another is refused (AdapterConflictError). check_source: is told the adapter that answers for `name`."""
         check_adapter_name(new_name, self._base_names)
         check_lora_int_id(new_name, lora_int_id)
         ref = self.hold(name)
@@ -311,10 +311,8 @@ class LoRARegistry:
         check_answer: CheckAnswer = any_answer,
     ) -> LoadResult:
         """Make `name` resolve to what a client sent: a new version, or the first one. What has the content of the
-        version that is loaded is no new version, which the result says. source: stands for it in lists.
-
-        received: opens it; what it raises refuses the load. check_size, check_answer: as in `load`.
-        """
+        version that is loaded is no new version, which the result says. source: stands for it in lists. received: opens
+        it; what it raises refuses the load."""
         check_adapter_name(name, self._base_names)
         wish = LoadWish(name, source, None, True, is_pinned, "", True, NO_TURN, None, received, check_size)
         wish = replace(wish, check_answer=check_answer)
