@@ -456,6 +456,26 @@ def test_a_fetch_ends_with_its_deadline(hub: Hub, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_fetch_that_meets_a_dead_address_ends_no_other_one(hub: Hub, tmp_path: Path) -> None:
+    """The library closes the client of all then, in the middle of what others read."""
+    code = (
+        "import sys; from loraplex.adapters.remote.hub_client import guard_client\n"
+        "from huggingface_hub.utils import close_session, get_session\n"
+        "guard_client()\n"
+        "client, url = get_session(), sys.argv[1] + '/org/sql/resolve/main/README.md'\n"
+        "with client.stream('GET', url) as answer:\n"
+        "    close_session()\n"
+        "    assert answer.read() == b'hello'\n"
+        "assert client.get(url).content == b'hello'\n"
+        "assert get_session() is not client\n"
+    )
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, hub.url], capture_output=True, text=True, timeout=60, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_token_goes_to_no_other_host(hub: Hub, client: Client) -> None:
     with Hub(REPOS) as other:
         elsewhere = other.url.replace("127.0.0.1", "localhost")

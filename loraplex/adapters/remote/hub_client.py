@@ -142,13 +142,15 @@ def _number(text: str) -> float:
 
 
 class _Guarded:
-    """A client factory."""
+    """A client factory. All fetches share one client, and the library closes it when an address takes no connection:
+    here it gets another one then, and those that use the one before end with what they have begun."""
 
     def __init__(self, before: Callable[[], Any]) -> None:
         self._before = before
 
     def __call__(self) -> Any:
         client = self._before()
+        client.close = lambda: None  # its connections end with its last user
         hooks = client.event_hooks
         client.event_hooks = {
             "request": [*hooks.get("request", ()), _on_request],
