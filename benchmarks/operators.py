@@ -21,6 +21,7 @@ from benchmarks.timing import Call, in_turn
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.quantized_weights import kv_head_dim, kv_width
 from loraplex.kernels.slices import SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan
 from loraplex.kernels.torch_ops import TorchBackend
@@ -233,16 +234,17 @@ def attention_case(size: str, contexts: Sequence[int], query_len: int, kv_dtype:
     dims = SIZES[size]
     heads, kv_heads = dims["num_attention_heads"], dims["num_key_value_heads"]
     head_dim = dims["hidden_size"] // heads
-    num_bytes = WEIGHT_BYTES[kv_dtype] * 2 * kv_heads * head_dim * sum(contexts)
+    dtype = getattr(torch, kv_dtype)
+    width = kv_width(head_dim, dtype)
+    num_bytes = WEIGHT_BYTES[kv_dtype] * 2 * kv_heads * width * sum(contexts)
     seen = sum(context * query_len - query_len * (query_len - 1) // 2 for context in contexts)  # keys of all queries
 
     def build(backend: KernelBackend) -> Call | None:
-        dtype = getattr(torch, kv_dtype)
         plan = _attention_plan(contexts, query_len)
         num_blocks = 1 + int(plan.block_tables.max())
-        kv = torch.zeros(num_blocks, copies_for(num_bytes), 2, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
-        # Stock torch computes in the dtype of its cache; kernels of a backend's own widen it.
-        compute = dtype if not is_own(backend, case) else torch.float32
+        kv = torch.zeros(num_blocks, copies_for(num_bytes), 2, kv_heads, BLOCK_SIZE, width, dtype=dtype)
+        # Stock torch computes in the dtype of its cache, where that is of floats; kernels of a backend's own widen it.
+        compute = dtype if dtype.is_floating_point and not is_own(backend, case) else torch.float32
         _fill(backend, kv[:, 0], num_blocks * BLOCK_SIZE, heads, compute)
         kv[:, 1:] = kv[:, :1]
         q = _draw(query_len * len(contexts), heads, head_dim, dtype=compute)
@@ -283,7 +285,7 @@ def _attention_plan(contexts: Sequence[int], query_len: int) -> AttentionPlan:
 
 def _fill(backend: KernelBackend, kv_layer: torch.Tensor, num_tokens: int, heads: int, dtype: torch.dtype) -> None:
     """Keys and values for every place, through the backend: how they lie in a block is its own affair."""
-    kv_heads, head_dim = kv_layer.shape[2], kv_layer.shape[4]
+    kv_heads, head_dim = kv_layer.shape[2], kv_head_dim(kv_layer)
     k, slots = _draw(num_tokens, kv_heads, head_dim, dtype=dtype), torch.arange(num_tokens)
     write = _write_call(backend, _draw(num_tokens, heads, head_dim, dtype=dtype), k, kv_layer, slots)
     write()

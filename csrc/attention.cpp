@@ -4,11 +4,11 @@
 // is cut, on any number of threads and any vector width. Its keys go by in blocks of 64 from position 0 (also under a
 // sliding window), and
 //   scores    s = (q * scale) . k, one chain of fused multiply-adds over the dimensions in order; under a soft cap c
-//             s = c tanh(s / c)
+//             s = c tanh(s / c). A cache of int8: the chain over the codes, times the key's scale, before the cap
 //   maximum   m' = max(m, max s), which is exact in any order; c = e^(m - m'), 1 where the maximum stays
 //   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); at the end
 //             sum_lanes(l)
-//   output    o = o c, then one chain over the block's keys of p v
+//   output    o = o c, then one chain over the block's keys of p v. Of int8: (p times the value's scale) times the code
 // A head's sink is a score s of no key: it comes first (m = s, l = (1, 0, ...)), and into the sum alone.
 // A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block of hidden keys may as well be skipped.
 #include <algorithm>
@@ -79,13 +79,14 @@ struct Pointers {
 
   Pointers(const Call& call, const Item& item, long block) {
     const AttentionStep& step = call.step;
-    const long head_size = (long)step.block_size * step.head_dim, per_block = step.block_size / kGroup;
+    const long size = group_size<Kv>(step.head_dim), per_block = step.block_size / kGroup;
+    const long head_size = per_block * size;
     const int32_t* table = step.block_tables + item.sequence * step.table_stride;
     const auto* kv = (const typename Kv::Element*)call.kv + item.kv_head * head_size;
     count = std::min(kGroups, (call.context(item.sequence) + kGroup - 1) / kGroup - block * kGroups);
     for (long g = 0; g < kGroups; g++) {
       const long group = block * kGroups + std::min(g, count - 1);
-      keys[g] = kv + table[group / per_block] * step.block_stride + group % per_block * kGroup * step.head_dim;
+      keys[g] = kv + table[group / per_block] * step.block_stride + group % per_block * size;
       values[g] = keys[g] + step.kv_heads * head_size;
     }
   }
@@ -180,6 +181,21 @@ void softmax(State& state, long row, long rows, long groups) {
   }
 }
 
+// Scores or weights times the scales of their keys or values; those of `next` are needed soon.
+template <class Kv>
+void multiply_scales(float* scores, long rows, long groups, long head_dim, const typename Kv::Element* const* at,
+                     const typename Kv::Element* const* next) {
+  if constexpr (Kv::kScaleElements > 0)
+    for (long g = 0; g < groups; g++) {
+      const Vec16 scales = load(scales_of(at[g], head_dim));
+      prefetch_l2(scales_of(next[g], head_dim));
+      for (long m = 0; m < rows; m++) {
+        float* s = scores + m * kBlock + 16 * g;
+        store(s, mul(load(s), scales));
+      }
+    }
+}
+
 // Rows [row, row + rows) of an item over one block, whose first key is `base`; prefetches `next` meanwhile.
 template <class Kv>
 void attend_tile(const Call& call, long base, long row, long rows, const Pointers<Kv>& at, const Pointers<Kv>& next,
@@ -195,12 +211,14 @@ void attend_tile(const Call& call, long base, long row, long rows, const Pointer
                                    state.scores + 16 * g);
     });
   });
+  multiply_scales<Kv>(state.scores, rows, groups, head_dim, at.keys, next.keys);
   if (call.step.softcap != 0.f)
     for (long m = 0; m < rows; m++) cap(state.scores + m * kBlock, groups, call.step.softcap);
   if (end[0] - base < kGroup * groups || call.first_key(end[rows - 1]) > base)
     for (long m = 0; m < rows; m++)
       hide(state.scores + m * kBlock, groups, call.first_key(end[m]) - base, end[m] - base);
   softmax(state, row, rows, groups);
+  multiply_scales<Kv>(state.scores, rows, groups, head_dim, at.values, next.values);
   with_tile_rows(rows, [&](auto r) {
     in_widths<tile_width(r())>(head_dim / 16, [&](auto width, long panel) {
       const typename Kv::Element *values[kGroups], *ahead[kGroups];
@@ -216,9 +234,9 @@ void attend_tile(const Call& call, long base, long row, long rows, const Pointer
 template <class Kv>
 void prefetch_rest(const Pointers<Kv>& next, long keys, long head_dim) {
   for (long g = (keys + kGroup - 1) / kGroup; g < next.count; g++)
-    for (long i = 0; i < kGroup * head_dim; i += kStep) prefetch_step<Kv>(next.keys[g] + i);
+    for (long i = 0; i < group_size<Kv>(head_dim); i += kStep) prefetch_step<Kv>(next.keys[g] + i);
   for (long g = keys / kGroup; g < next.count; g++)
-    for (long i = 0; i < kGroup * head_dim; i += kStep) prefetch_step<Kv>(next.values[g] + i);
+    for (long i = 0; i < group_size<Kv>(head_dim); i += kStep) prefetch_step<Kv>(next.values[g] + i);
 }
 
 template <class Kv>
@@ -276,5 +294,6 @@ LORAPLEX_API void loraplex_paged_attention(const AttentionStep* step, const floa
     case kF32: return attention<KvF32>(call);
     case kF16: return attention<KvF16>(call);
     case kBF16: return attention<KvBF16>(call);
+    case kInt8: return attention<KvInt8>(call);
   }
 }

@@ -46,18 +46,32 @@ void rotate(const RotaryCall& call, long t, const float* x, float* out) {
   if (out != x) std::copy(x + call.rotary_dim, x + call.head_dim, out + call.rotary_dim);
 }
 
+// out = x / its scale; returns the scale.
+float divide_by_scale(const float* x, long head_dim, float* out) {
+  const float scale = scale_of(x, head_dim, 127.f).scale;
+  for (long d = 0; d < head_dim; d += 16) store(out + d, div(load(x + d), set1(scale)));
+  return scale;
+}
+
 template <class Kv>
 void write_token(const RotaryCall& call, long t) {
-  const long head_dim = call.head_dim, head_size = call.block_size * head_dim;
+  const long head_dim = call.head_dim, head_size = call.block_size / kGroup * group_size<Kv>(head_dim);
   const long block = call.kv_slots[t] / call.block_size, offset = call.kv_slots[t] % call.block_size;
-  alignas(64) float rotated[kMaxHeadDim];
+  alignas(64) float rotated[kMaxHeadDim], divided[kMaxHeadDim];
   for (long h = 0; h < call.kv_heads; h++) {
     auto* keys = (typename Kv::Element*)call.kv + block * call.block_stride + h * head_size;
     rotate(call, t, call.k + t * call.k_stride + h * head_dim, rotated);
+    auto* values = keys + call.kv_heads * head_size;
     const float* v = call.v + t * call.v_stride + h * head_dim;
+    if constexpr (Kv::kScaleElements > 0) {
+      const long group = offset / kGroup * group_size<Kv>(head_dim);
+      scales_of(keys + group, head_dim)[offset % kGroup] = divide_by_scale(rotated, head_dim, rotated);
+      scales_of(values + group, head_dim)[offset % kGroup] = divide_by_scale(v, head_dim, divided);
+      v = divided;
+    }
     for (long d = 0; d < head_dim; d += 16) {
       store_key<Kv>(keys, offset, d, head_dim, load(rotated + d));
-      store_value<Kv>(keys + call.kv_heads * head_size, offset, d, head_dim, load(v + d));
+      store_value<Kv>(values, offset, d, head_dim, load(v + d));
     }
   }
 }
@@ -66,12 +80,11 @@ void write_token(const RotaryCall& call, long t) {
 template <class Kv>
 void prefetch_keys(const RotaryCall& call, long t) {
   if (t > 0 && call.kv_slots[t] / kGroup == call.kv_slots[t - 1] / kGroup) return;
-  const long head_size = (long)call.block_size * call.head_dim;
+  const long size = group_size<Kv>(call.head_dim), head_size = call.block_size / kGroup * size;
   const long block = call.kv_slots[t] / call.block_size, offset = call.kv_slots[t] % call.block_size;
-  auto* step =
-      (const typename Kv::Element*)call.kv + block * call.block_stride + offset / kGroup * kGroup * call.head_dim;
+  auto* step = (const typename Kv::Element*)call.kv + block * call.block_stride + offset / kGroup * size;
   for (long h = 0; h < call.kv_heads; h++, step += head_size)
-    for (long at = 0; at < kGroup * call.head_dim; at += kStep) prefetch_step<Kv>(step + at);
+    for (long at = 0; at < size; at += kStep) prefetch_step<Kv>(step + at);
 }
 
 template <class Kv>
@@ -98,5 +111,6 @@ LORAPLEX_API void loraplex_rotary_write_kv(const RotaryCall* call) {
     case kF32: return rotary_write_kv<KvF32>(*call);
     case kF16: return rotary_write_kv<KvF16>(*call);
     case kBF16: return rotary_write_kv<KvBF16>(*call);
+    case kInt8: return rotary_write_kv<KvInt8>(*call);
   }
 }

@@ -14,6 +14,7 @@ from typing import Any
 from loraplex.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 """The field's short names, accepted for `lora_dtype`."""
 QUANTIZATIONS = ("fp8", "int8", "int4", "int4-a16")
@@ -328,7 +329,11 @@ class EngineSettings:
         "part of --device-memory that adapters cannot take from the KV cache (default: a tenth, at least one request "
         "of --max-model-len)",
     )
-    kv_cache_dtype: str = setting("auto", "type of the KV cache: auto (the model's), float32, float16 or bfloat16")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "type of the KV cache: auto (the model's), float32, float16, bfloat16, or int8 (a float32 scale per token and "
+        "head; on a CPU)",
+    )
     look_ahead: bool | None = setting(
         None,
         "asynchronous scheduling: the launch of a step before the tokens of the last one are known (default: on a GPU)",
@@ -375,8 +380,8 @@ class EngineSettings:
         )
         _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
         _require(
-            self.kv_cache_dtype in ("auto", *DTYPES),
-            f"kv_cache_dtype must be auto or one of {DTYPES}, got {self.kv_cache_dtype!r}",
+            self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
+            f"kv_cache_dtype must be auto or one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}",
         )
         for name in (
             "max_num_seqs",

@@ -285,6 +285,11 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
             f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 and int4 are on "
             "a CPU's native kernels too, int4-a16 on those alone; fp8 wants a GPU of compute capability 8.9 or later)"
         )
+    if config.kv_cache_dtype == "int8" and device.type != "cpu":
+        raise ConfigError(
+            f"kv_cache_dtype int8 is not supported on {device} yet, whose kernels read no scales of keys and values: "
+            "use auto, or float16 or bfloat16, which are half of float32"
+        )
     if config.lora is not None and config.lora.merge_dominant_adapter and backend.name != "native":
         raise ConfigError(
             "merge_dominant_adapter needs the native kernels of a CPU: another form of base weights cannot be read and "

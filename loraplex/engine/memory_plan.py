@@ -113,7 +113,7 @@ def plan_memory(
     """gpu: its memory with the model on it, None elsewhere. allocate: as Arena has it. ConfigError has both numbers of
     sizes that cannot be."""
     sizes = _sizes(_with_gpu(config, model_config, model.activation_dtype, gpu), device, gpu)
-    block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
+    block_bytes = math.prod(model.kv_shape(1, config.block_size, kv_dtype)) * kv_dtype.itemsize
     most_blocks = sizes.kv_ceiling // block_bytes
     wanted = _wanted_model_len(config, model_config.max_model_len, sizes, block_bytes / config.block_size)
     stretched = _stretched_len(config, model_config)
@@ -134,7 +134,7 @@ def plan_memory(
         num_chunks = max(1, sizes.whole // chunk_bytes)
         limits = _limits(sizes, num_chunks * chunk_bytes, chunk_bytes, kv_ceiling, longest, longest_len)
     arena = _arena(num_chunks, chunk_bytes, device, limits, gpu, allocate)
-    kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size))
+    kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size, kv_dtype))
     num_kv_blocks = arena.ceiling(Owner.KV) * blocks_per_chunk
     return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora, choice, longest_len)
 

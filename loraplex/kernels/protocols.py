@@ -9,7 +9,8 @@ Pure functions on tensors. `reference.py` says what each computes; T is token ro
 
 Shapes: x [T, in], y [T, out], q [T, H, D], k and v [T, KH, D]. KV memory is block-major: one tensor [num_blocks,
 num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D]. Its dtype is float32,
-float16 or bfloat16, whatever the model's is. How a head's block_size * D numbers lie in a block is the backend's own.
+float16 or bfloat16, whatever the model's is, or int8 with a scale for each token and head, D + 4 in the place of D
+(quantized_weights.py). How a head's numbers lie in a block is the backend's own.
 """
 
 from __future__ import annotations

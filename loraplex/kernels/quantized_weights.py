@@ -1,4 +1,5 @@
-"""Weights of linears in fewer bits: which numbers they stand for. How a backend keeps them is its own.
+"""Weights of linears, and keys and values, in fewer bits: which numbers they stand for. How a backend keeps them is
+its own.
 
     Int8Weight       q * scale, a scale per output
     Int4Weight       (q - zero) * scale, a scale and a zero point per output and group of inputs
@@ -7,6 +8,8 @@
 
 `of` rounds a weight; the constructors take integers and scales as a checkpoint has them, and `LayerOps.keep_linear`
 keeps those in their bits.
+
+A KV cache in int8 has the integers of Int8Weight, and a scale for each token and head of the keys and of the values.
 """
 
 from __future__ import annotations
@@ -206,3 +209,41 @@ SPECIFICATIONS: dict[str, type[Int8Weight] | type[Int4Weight] | type[Fp8Weight]]
     "int4": Int4Weight,
 }
 """What `--quantization` makes of a weight."""
+
+
+# ---------------------------------------------------------------------------------------------------- keys and values
+
+
+def kv_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Numbers of `dtype` that a token takes of a KV head's keys or values."""
+    return head_dim + torch.float32.itemsize if dtype is torch.int8 else head_dim
+
+
+def kv_head_dim(kv_layer: torch.Tensor) -> int:
+    """D of a layer [num_blocks, 2, KH, block_size, kv_width(D)]."""
+    return kv_layer.shape[-1] - kv_width(0, kv_layer.dtype)
+
+
+def write_int8_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
+    """Store k and v [T, KH, D] of each token where its kv_slot_mapping says: an Int8Weight of [T * 2 * KH, D].
+
+    A scale is of one token and head, so what else is in a block, a step or a chunk changes no bit.
+    """
+    block_size, rows = kv_layer.shape[3], torch.stack((k, v), dim=1)
+    block, offset = kv_slot_mapping // block_size, kv_slot_mapping % block_size
+    kept = Int8Weight.of(rows.flatten(0, 2))
+    q, scale = _int8_kv_parts(kv_layer.flatten(3), k.shape[-1])
+    q[block, :, :, offset], scale[block, :, :, offset] = kept.q.view(rows.shape), kept.scale.view(rows.shape[:-1])
+
+
+def read_int8_kv(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """int8 [..., block_size * (D + 4)], blocks of heads -> float32 [..., block_size, D]."""
+    q, scale = _int8_kv_parts(heads, head_dim)
+    return q * scale[..., None]
+
+
+def _int8_kv_parts(heads: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views: q int8 [..., block_size, D] and scale float32 [..., block_size], one behind the other in memory."""
+    block_size = heads.shape[-1] // kv_width(head_dim, heads.dtype)
+    q, scale = heads.split_with_sizes([block_size * head_dim, block_size * torch.float32.itemsize], dim=-1)
+    return q.view(*q.shape[:-1], block_size, head_dim), scale.view(torch.float32)

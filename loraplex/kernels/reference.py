@@ -24,7 +24,7 @@ from loraplex.distributed import Collectives, RankGroup
 from loraplex.kernels.checksum import checksums
 from loraplex.kernels.experts import ExpertLora, Experts, ProductOps, experts
 from loraplex.kernels.plan import LoraPlan, SlotTable
-from loraplex.kernels.quantized_weights import SPECIFICATIONS, QuantizedSpecification
+from loraplex.kernels.quantized_weights import SPECIFICATIONS, QuantizedSpecification, read_int8_kv, write_int8_kv
 from loraplex.kernels.slices import ABSENT, ProjectionsLayout, SliceLayout, SliceWeights, align
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward
 from loraplex.kernels.token_ranking import WeightRule, target_mass
@@ -455,10 +455,13 @@ class ReferenceBackend(StockPacking, StockWeights):
         kv_slot_mapping: torch.Tensor,
         is_interleaved: bool = False,
     ) -> torch.Tensor:
-        block_size = kv_layer.shape[3]
-        block, offset = kv_slot_mapping // block_size, kv_slot_mapping % block_size
-        kv_layer[block, 0, :, offset] = rotated(k, cos, sin, is_interleaved).to(kv_layer.dtype)
-        kv_layer[block, 1, :, offset] = v.to(kv_layer.dtype)
+        k = rotated(k, cos, sin, is_interleaved)
+        if kv_layer.dtype is torch.int8:
+            write_int8_kv(k, v, kv_layer, kv_slot_mapping)
+        else:
+            block_size = kv_layer.shape[3]
+            block, offset = kv_slot_mapping // block_size, kv_slot_mapping % block_size
+            kv_layer[block, 0, :, offset], kv_layer[block, 1, :, offset] = k.to(kv_layer.dtype), v.to(kv_layer.dtype)
         return rotated(q, cos, sin, is_interleaved)
 
     def paged_attention(
@@ -475,7 +478,7 @@ class ReferenceBackend(StockPacking, StockWeights):
         end = 0
         for i, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens_host, strict=True)):
             start, end = end, end + query_len
-            keys, values = _gather_kv(kv_layer, plan.block_tables[i], context_len)
+            keys, values = _gather_kv(kv_layer, plan.block_tables[i], context_len, q.shape[2])
             out[start:end] = _attend(q[start:end], keys, values, scale, sliding_window, softcap, sinks).to(q.dtype)
         return out
 
@@ -541,12 +544,16 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleave
     return torch.cat((turned * cos[:, None, :] + across * sin[:, None, :], kept), dim=-1)
 
 
-def _gather_kv(kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather_kv(
+    kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one sequence, each [context_len, KH, D]; what lies behind them is never read."""
     block_size = kv_layer.shape[3]
-    positions = torch.arange(context_len, device=kv_layer.device)
-    block, offset = blocks.long()[positions // block_size], positions % block_size
-    return kv_layer[block, 0, :, offset], kv_layer[block, 1, :, offset]
+    held = kv_layer[blocks[: -(-context_len // block_size)].long()]
+    if kv_layer.dtype is torch.int8:
+        held = read_int8_kv(held.flatten(3), head_dim)
+    keys, values = held.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
+    return keys, values
 
 
 def _attend(

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from loraplex.kernels.quantized_weights import read_int8_kv, write_int8_kv
 from loraplex.kernels.step_batch import AttentionPlan
 
 MIN_PADDING = 1024
@@ -29,7 +30,7 @@ MIN_PADDING = 1024
 class _Geometry:
     """What index arithmetic needs of a KV layer; equal for all layers of a model."""
 
-    block_stride: int  # from block to block, in rows of block_size * head_dim
+    block_stride: int  # from block to block, in rows of a head's numbers in a block
     num_kv_heads: int
     block_size: int
 
@@ -92,6 +93,8 @@ def kv_rows(kv_layer: torch.Tensor, width: int) -> tuple[torch.Tensor, int]:
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
     """Store k and v [T, KH, D] of each token where its kv_slot_mapping says, in one call."""
+    if kv_layer.dtype is torch.int8:
+        return write_int8_kv(k, v, kv_layer, kv_slot_mapping)
     _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     rows, block_stride = kv_rows(kv_layer, head_dim)
     block = kv_slot_mapping.div(block_size, rounding_mode="floor")
@@ -112,8 +115,8 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See KernelBackend.paged_attention."""
-    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-    rows, stride = kv_rows(kv_layer, block_size * head_dim)
+    _, _, num_kv_heads, block_size, width = kv_layer.shape
+    rows, stride = kv_rows(kv_layer, block_size * width)
     geometry = _Geometry(stride, num_kv_heads, block_size)
     key = ("attention", geometry, sliding_window, q.dtype)
     schedule: _Schedule | None = plan.scratch.get(key)
@@ -132,6 +135,11 @@ def paged_attention(
     return out
 
 
+def _gathered(rows: torch.Tensor, blocks: torch.Tensor, head_dim: int) -> torch.Tensor:
+    held = rows.index_select(0, blocks)
+    return read_int8_kv(held, head_dim) if held.dtype is torch.int8 else held
+
+
 def _decode(
     q: torch.Tensor,
     rows: torch.Tensor,
@@ -141,7 +149,7 @@ def _decode(
 ) -> torch.Tensor:
     """q [B, H, D] -> [B, H, D]"""
     num_heads, head_dim = q.shape[1:]
-    kv = rows.index_select(0, group.blocks)
+    kv = _gathered(rows, group.blocks, head_dim)
     if group.bad_rows is not None:
         kv.view(-1, head_dim).index_fill_(0, group.bad_rows, 0.0)
     kv = kv.view(2, group.num_rows, geometry.num_kv_heads, -1, head_dim).to(q.dtype)
@@ -180,7 +188,7 @@ def _prefill(
     rule: _Rule,
 ) -> torch.Tensor:
     """q [Q, H, D] of one sequence -> [Q, H, D]"""
-    kv = rows.index_select(0, prefill.blocks).view(2, 1, geometry.num_kv_heads, -1, q.shape[2])
+    kv = _gathered(rows, prefill.blocks, q.shape[2]).view(2, 1, geometry.num_kv_heads, -1, q.shape[2])
     kv = kv[:, :, :, prefill.first_key : prefill.first_key + prefill.num_keys].to(q.dtype)
     if not rule.is_plain:
         group = q.shape[1] // geometry.num_kv_heads
@@ -311,7 +319,7 @@ def _prefill_item(
 
 
 def _gather_index(blocks: torch.Tensor, geometry: _Geometry) -> torch.Tensor:
-    """blocks int64 [B, N] -> rows of block_size * D in the order [2, B, KH, N], flat."""
+    """blocks int64 [B, N] -> rows of `kv_rows` in the order [2, B, KH, N], flat."""
     heads = torch.arange(2 * geometry.num_kv_heads, device=blocks.device).view(2, 1, geometry.num_kv_heads, 1)
     return (blocks[None, :, None, :] * geometry.block_stride + heads).reshape(-1)
 

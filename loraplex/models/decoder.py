@@ -30,6 +30,7 @@ from loraplex.distributed import ONE_RANK, RankGroup
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import KernelBackend, LayerOps
+from loraplex.kernels.quantized_weights import kv_width
 from loraplex.kernels.step_batch import AttentionPlan, LayersForward, StepBatch
 from loraplex.layers.common import (
     Attention,
@@ -385,7 +386,7 @@ class Decoder:
     def forward(self, batch: StepBatch, kv: Tensor, merged: LayersForward | None = None) -> Tensor:
         """Hidden states [T, hidden] after the last norm; keys and values of the step's tokens are written to `kv`.
 
-        kv: `kv_shape(...)`, float32, float16 or bfloat16; blocks that no table of the batch names may hold anything.
+        kv: `kv_shape(...)`, of the dtype that was given; blocks that no table of the batch names may hold anything.
         merged: layers that have in them what the batch's adapter changes there; its embedding comes with the plan.
         """
         with self._ranks.step(batch):
@@ -503,12 +504,11 @@ class Decoder:
         vocab_size = self.config.vocab_size
         return vocab_size if self._table is None else self._table.vocab_sizes.get(lora_slot, vocab_size)
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int, int]:
-        """[num_blocks, num_layers, keys and values, kv_heads, block_size, head_dim] of the KV cache: of all ranks, one
-        rank's layers behind those of the rank before."""
-        config, size = self.config, self._shard.size
+    def kv_shape(self, num_blocks: int, block_size: int, kv_dtype: torch.dtype = torch.float32) -> tuple[int, ...]:
+        """[num_blocks, layers of one rank behind another's, keys and values, kv_heads, block_size, kv_width(D)]."""
+        config, num_layers = self.config, self._shard.size * self.config.num_hidden_layers
         kv_heads = kv_heads_of_shard(config.num_key_value_heads, self._shard)
-        return (num_blocks, size * config.num_hidden_layers, 2, kv_heads, block_size, config.head_dim)
+        return (num_blocks, num_layers, 2, kv_heads, block_size, kv_width(config.head_dim, kv_dtype))
 
     def lora_targets(self) -> tuple[LoraTarget, ...]:
         """What an adapter may act on: every linear layer by layer, then the norms and the ends of the vocabulary."""

@@ -32,7 +32,7 @@ def logprobs(base: Path, **settings: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0), ("float16", 1e-3), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0), ("float16", 1e-3), ("bfloat16", 1e-2), ("int8", 2e-2)])
 def test_results_move_by_one_rounding(base: Path, backend: str, dtype: str, allowed: float) -> None:
     exact = logprobs(base, lora_backend=backend)
     got = logprobs(base, lora_backend=backend, kv_cache_dtype=dtype)
@@ -42,9 +42,10 @@ def test_results_move_by_one_rounding(base: Path, backend: str, dtype: str, allo
 
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_wider_cache_than_the_model(base: Path, backend: str, dtype: str) -> None:
-    wide = logprobs(base, lora_backend=backend, dtype=dtype, kv_cache_dtype="float32")
-    assert (wide - logprobs(base, lora_backend=backend, dtype=dtype)).abs().max() <= 5e-2
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
+def test_another_cache_than_the_models(base: Path, backend: str, dtype: str, kv_cache_dtype: str) -> None:
+    other = logprobs(base, lora_backend=backend, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    assert (other - logprobs(base, lora_backend=backend, dtype=dtype)).abs().max() <= 5e-2
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_info_names_it_and_half_the_bytes_hold_twice_the_blocks(
         assert llm.engine.info.num_kv_blocks == times * usual.engine.info.num_kv_blocks
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
 def test_the_demo_answers_as_before(dtype: str) -> None:
     with LLM(base_path(), kv_cache_dtype=dtype) as llm:
         answers = ask(llm, questions(each=2, seed=0))

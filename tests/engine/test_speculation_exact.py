@@ -216,6 +216,7 @@ def test_many_requests_have_the_outputs_of_plain_decoding(
         ("mistral", {"quantization": "int4"}),
         ("qwen2", {"dtype": "bfloat16"}),
         ("qwen3", {"dtype": "float16", "kv_cache_dtype": "bfloat16"}),
+        ("mistral", {"kv_cache_dtype": "int8"}),
         ("gemma2", {}),
         ("qwen3_moe", {}),
     ],

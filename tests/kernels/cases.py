@@ -17,9 +17,10 @@ from loraplex.kernels.native.choice import open_library
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.quantized_weights import kv_head_dim
 from loraplex.kernels.slices import SliceWeights
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP32, FP16, BF16, INT8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 TOLERANCE = {FP32: 1e-5, FP16: 5e-3, BF16: 3e-2}
 """Largest error allowed, relative to the largest value, by the dtype of the result."""
 
@@ -61,16 +62,26 @@ def pairwise(dimensions: Mapping[str, Sequence[object]], seed: int = 0) -> list[
 def kv_places(backend: KernelBackend, kv_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where a backend has dimension d of the key, and of the value, of token `offset` among a head's numbers:
     [block_size, D] each."""
-    _, _, _, block_size, head_dim = kv_layer.shape
+    block_size, head_dim = kv_layer.shape[3], kv_head_dim(kv_layer)
     offset, d = torch.arange(block_size)[:, None], torch.arange(head_dim)
     if not isinstance(backend, NativeBackend) or kv_layout_gap(kv_layer) is not None:
         return offset * head_dim + d, offset * head_dim + d
+    group = offset // 16 * 16 * kv_layer.shape[4]
 
     def place(step: torch.Tensor, lane: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-        return step * 32 + (2 * lane + which if kv_layer.dtype == BF16 else lane + 16 * which)
+        return group + step * 32 + (2 * lane + which if kv_layer.dtype == BF16 else lane + 16 * which)
 
-    keys = place(offset // 16 * (head_dim // 2) + d // 2, offset % 16, d % 2)
-    return keys, place(offset // 2 * (head_dim // 16) + d // 16, d % 16, offset % 2)
+    keys = place(d // 2, offset % 16, d % 2)
+    return keys, place(offset % 16 // 2 * (head_dim // 16) + d // 16, d % 16, offset % 2)
+
+
+def kv_scale_places(backend: KernelBackend, kv_layer: torch.Tensor) -> torch.Tensor:
+    """Where a backend has the scale of the key, or the value, of token `offset` in a head's bytes: [block_size, 4]."""
+    block_size, head_dim = kv_layer.shape[3], kv_head_dim(kv_layer)
+    is_native = isinstance(backend, NativeBackend) and kv_layout_gap(kv_layer) is None
+    group = 16 if is_native else block_size  # tokens whose scales are side by side
+    offset = torch.arange(block_size)[:, None]
+    return offset // group * group * kv_layer.shape[4] + group * head_dim + offset % group * 4 + torch.arange(4)
 
 
 def case_id(case: Mapping[str, object]) -> str:

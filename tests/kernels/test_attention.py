@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 
 from loraplex.kernels import torch_attention
 from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.quantized_weights import Int8Weight, kv_width
 from loraplex.kernels.step_batch import AttentionPlan
 from tests.kernels.cases import (
     BACKENDS,
     BF16,
     FP16,
     FP32,
+    INT8,
     POISON,
     assert_close,
     case_id,
     kv_places,
+    kv_scale_places,
     pairwise,
     same_bits,
 )
@@ -60,7 +63,7 @@ def make_plan(query_lens: list[int], context_lens: list[int], block_size: int, s
 
 
 def poisoned_kv(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    shape = (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
+    shape = (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, kv_width(head_dim, dtype))
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.full((nbytes,), POISON, dtype=torch.uint8).view(dtype).view(shape)
 
@@ -105,6 +108,20 @@ def expected_attention(
     return out
 
 
+def stored(
+    context: list[tuple[torch.Tensor, torch.Tensor]], kv_dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values as a cache of this dtype has them."""
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        if kv_dtype is not INT8:
+            return x.to(kv_dtype)
+        kept = Int8Weight.of(x.flatten(0, 1))
+        return (kept.q.double() * kept.scale.double()[:, None]).view(x.shape)
+
+    return [(one(keys), one(values)) for keys, values in context]
+
+
 def draw(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
@@ -126,7 +143,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "block_size": [8, 16, 32],
     "window": [None, 1, 5, 16, 33, 1000],
     "dtype": [FP32, FP16, BF16],
-    "kv_dtype": [None, FP32, FP16, BF16],
+    "kv_dtype": [None, FP32, FP16, BF16, INT8],
 }
 CASES = pairwise(DIMENSIONS)
 
@@ -167,11 +184,10 @@ def check(
         for n in plan.context_lens_host
     ]
     kv_dtype = kv_dtype or dtype
-    stored = [(keys.to(kv_dtype), values.to(kv_dtype)) for keys, values in context]
     # q as attention gets it: a slice of a fused projection
     q = draw(generator, dtype, sum(plan.query_lens), num_heads + 2, head_dim)[:, 1:-1]
     scale = head_dim**-0.5
-    expected = expected_attention(q, plan, stored, scale, window)
+    expected = expected_attention(q, plan, stored(context, kv_dtype), scale, window)
     for backend in backends:
         kv = poisoned_kv(num_blocks, num_kv_heads, block_size, head_dim, kv_dtype)
         fill(backend, kv, plan, context)
@@ -201,16 +217,17 @@ def test_one_plan_serves_layers_with_and_without_a_window(backend: KernelBackend
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("kv_dtype", [FP32, INT8], ids=str)
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 @pytest.mark.parametrize("window", [None, 6])
-def test_soft_caps(backend: KernelBackend, softcap: float, window: int | None) -> None:
+def test_soft_caps(backend: KernelBackend, kv_dtype: torch.dtype, softcap: float, window: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
     plan, num_blocks = make_plan([1, 3, 1, 20], [70, 20, 7, 20], 16, seed=1)
     context = [(draw(generator, FP32, n, 2, 16), draw(generator, FP32, n, 2, 16)) for n in plan.context_lens_host]
-    kv = poisoned_kv(num_blocks, 2, 16, 16, FP32)
+    kv = poisoned_kv(num_blocks, 2, 16, 16, kv_dtype)
     fill(backend, kv, plan, context)
     q = draw(generator, FP32, 25, 4, 16)
-    expected = expected_attention(q, plan, context, 0.5, window, softcap)
+    expected = expected_attention(q, plan, stored(context, kv_dtype), 0.5, window, softcap)
     assert_close(backend.paged_attention(q, kv[:, LAYER], plan, 0.5, window, softcap), expected)
 
 
@@ -219,12 +236,13 @@ SINKS = torch.tensor([-2.0, 0.5, 3.0, 12.0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(FP32, FP32), (BF16, BF16), (FP32, INT8)], ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, None), (None, 2.0)])
 @pytest.mark.parametrize("lengths", [([1, 3, 1, 20], [70, 20, 7, 20]), ([1, 1], [40, 40]), ([1, 1, 1], [3, 300, 9])])
 def test_sinks(
     backend: KernelBackend,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     window: int | None,
     softcap: float | None,
     lengths: tuple[list[int], list[int]],
@@ -232,11 +250,11 @@ def test_sinks(
     generator = torch.Generator().manual_seed(1)
     plan, num_blocks = make_plan(*lengths, 16, seed=1)
     context = [(draw(generator, dtype, n, 2, 16), draw(generator, dtype, n, 2, 16)) for n in plan.context_lens_host]
-    kv = poisoned_kv(num_blocks, 2, 16, 16, dtype)
+    kv = poisoned_kv(num_blocks, 2, 16, 16, kv_dtype)
     fill(backend, kv, plan, context)
     q = draw(generator, backend.activation_dtype(dtype), sum(lengths[0]), 4, 16)
     got = backend.paged_attention(q, kv[:, LAYER], plan, 0.5, window, softcap, SINKS)
-    expected = expected_attention(q, plan, context, 0.5, window, softcap, SINKS)
+    expected = expected_attention(q, plan, stored(context, kv_dtype), 0.5, window, softcap, SINKS)
     assert_close(got, expected, q.dtype)
     without = backend.paged_attention(q, kv[:, LAYER], plan, 0.5, window, softcap)
     assert (got[:, 3].float().norm(dim=-1) < 0.2 * without[:, 3].float().norm(dim=-1)).any()
@@ -261,7 +279,7 @@ def test_chunked_prefill_equals_whole(backend: KernelBackend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
-@pytest.mark.parametrize("kv_dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [FP32, FP16, BF16, INT8], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 50])
 @pytest.mark.parametrize(
     ("num_kv_heads", "block_size", "head_dim"), [(3, 16, 64), (1, 8, 80), (2, 32, 16), (2, 16, 24)]
@@ -286,8 +304,12 @@ def test_write_kv(
     key_places, value_places = kv_places(backend, kv[:, LAYER])
     for t, kv_slot in enumerate(kv_slots.tolist()):
         block, offset = divmod(kv_slot, block_size)
-        heads[block, LAYER, 0, :, key_places[offset]] = k[t].to(kv_dtype)
-        heads[block, LAYER, 1, :, value_places[offset]] = v[t].to(kv_dtype)
+        for i, (x, places) in enumerate(((k[t], key_places[offset]), (v[t], value_places[offset]))):
+            kept = Int8Weight.of(x)
+            heads[block, LAYER, i, :, places] = kept.q if kv_dtype is INT8 else x.to(kv_dtype)
+            if kv_dtype is INT8:
+                scale_places = kv_scale_places(backend, kv[:, LAYER])
+                heads[block, LAYER, i, :, scale_places[offset]] = kept.scale[:, None].view(INT8)
     ones, zeros = torch.ones_like(k[:, 0]), torch.zeros_like(k[:, 0])
     q = draw(generator, dtype, num_tokens, 2 * num_kv_heads, head_dim).to(fused.dtype)
     assert same_bits(backend.rotary_write_kv(q.clone(), k, v, ones, zeros, kv[:, LAYER], kv_slots), q)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.quantized_linear import QuantizedWeight
-from loraplex.kernels.quantized_weights import GroupWeight, Int4Weight, Int8GroupWeight, Int8Weight
+from loraplex.kernels.quantized_weights import (
+    GroupWeight,
+    Int4Weight,
+    Int8GroupWeight,
+    Int8Weight,
+    kv_head_dim,
+    kv_width,
+    read_int8_kv,
+    write_int8_kv,
+)
 
 CPU = torch.device("cpu")
 
@@ -105,3 +116,53 @@ def test_what_the_layout_of_a_gpu_keeps() -> None:
     )
     for other in (*others, Int4Weight(plain.q, plain.scale, None, 128, activation_bits=8)):
         assert QuantizedWeight.keeping(other) is None
+
+
+# ---------------------------------------------------------------------------------------------------- keys and values
+
+
+def written(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[2, T, KH, D] as a cache of int8 has them, in blocks of 8."""
+    num_tokens, num_heads, head_dim = k.shape
+    kv_layer = torch.zeros(-(-num_tokens // 8), 2, num_heads, 8, kv_width(head_dim, torch.int8), dtype=torch.int8)
+    write_int8_kv(k, v, kv_layer, torch.arange(num_tokens))
+    held = read_int8_kv(kv_layer.flatten(3), head_dim)
+    return held.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :num_tokens]
+
+
+TOKENS = st.lists(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=4, max_size=4), min_size=1, max_size=9
+)
+
+
+@given(tokens=TOKENS)
+def test_a_number_of_a_key_moves_by_half_a_step_at_most(tokens: list[list[float]]) -> None:
+    k = torch.tensor(tokens)[:, None]
+    keys, values = written(k, k.flip(-1))
+    step = k.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    for got, expected in ((keys, k), (values, k.flip(-1))):
+        assert ((got.double() - expected.double()).abs() <= step * (0.5 + 1e-4)).all()  # of quotients near 127
+
+
+@given(tokens=TOKENS)
+def test_a_tokens_scale_is_of_that_token_alone(tokens: list[list[float]]) -> None:
+    k = torch.tensor(tokens)[:, None]
+    together = written(k, -k)
+    for t in range(len(tokens)):
+        assert torch.equal(written(k[t : t + 1], -k[t : t + 1])[:, 0], together[:, t])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_none_makes_its_token_none_and_no_other(bad: float) -> None:
+    k = torch.tensor([[[1.0, bad]], [[1.0, 2.0]]])
+    keys, values = written(k, torch.ones(2, 1, 2))
+    assert not keys[0].isfinite().any()
+    assert keys[1].isfinite().all()
+    assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+def test_a_layer_says_what_its_heads_are(dtype: torch.dtype) -> None:
+    kv_layer = torch.zeros(3, 2, 1, 16, kv_width(24, dtype), dtype=dtype)
+    assert kv_head_dim(kv_layer) == 24
+    assert kv_layer.nbytes == 3 * 2 * 16 * (24 * dtype.itemsize + (4 if dtype is torch.int8 else 0))

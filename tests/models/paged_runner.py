@@ -17,6 +17,8 @@ from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
 
 CPU = torch.device("cpu")
+POISON = 0xFF
+"""A byte that makes NaN of every float dtype, and of a scale."""
 
 
 def load_decoder(
@@ -29,10 +31,19 @@ def load_decoder(
 class PagedRunner:
     """Sequences by name. Blocks are handed out in random order, so that no sequence lies in one piece."""
 
-    def __init__(self, model: Decoder, block_size: int = 8, num_blocks: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        block_size: int = 8,
+        num_blocks: int = 64,
+        seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         self.block_size = block_size
-        self.kv = torch.full(model.kv_shape(num_blocks, block_size), float("nan"), dtype=model.dtype)
+        kv_dtype = kv_dtype or model.dtype
+        self.kv = torch.empty(model.kv_shape(num_blocks, block_size, kv_dtype), dtype=kv_dtype)
+        self.kv.view(torch.uint8).fill_(POISON)
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._tables: dict[str, list[int]] = {}
@@ -58,7 +69,7 @@ class PagedRunner:
         """Give the blocks back as poison."""
         del self._lengths[name]
         for block in self._tables.pop(name):
-            self.kv[block] = float("nan")
+            self.kv[block].view(torch.uint8).fill_(POISON)
             self._free.insert(0, block)
 
     def _grow(self, name: str, length: int) -> None:

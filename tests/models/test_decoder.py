@@ -286,6 +286,7 @@ def test_lora_targets_beside_linears() -> None:
 
 def test_kv_shape_is_block_major() -> None:
     assert make_decoder("llama").kv_shape(10, 16) == (10, 2, 2, 2, 16, 6)
+    assert make_decoder("llama").kv_shape(10, 16, torch.int8) == (10, 2, 2, 2, 16, 10), "a scale for each token"
 
 
 def test_base_bias(zoo: ModelZoo) -> None:

@@ -7,9 +7,10 @@ import ctypes
 import torch
 
 from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.quantized_weights import kv_head_dim
 from loraplex.kernels.step_batch import AttentionPlan
 
-KV_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+KV_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Dtype of the KV cache -> csrc/api.h's Format."""
 
 GROUP = 16
@@ -43,7 +44,7 @@ class RotaryCall(ctypes.Structure):
 
 def kv_layout_gap(kv_layer: torch.Tensor) -> str | None:
     """Why these kernels cannot write and read this cache: both are stock torch's then. None: they can."""
-    _, _, _, block_size, head_dim = kv_layer.shape
+    block_size, head_dim = kv_layer.shape[3], kv_head_dim(kv_layer)
     if block_size % GROUP:
         return f"KV blocks of {block_size} tokens, no multiple of {GROUP}"
     if head_dim % GROUP or head_dim > MAX_HEAD_DIM:

@@ -22,7 +22,7 @@ from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import keep_linear, linear, pack_linear, round_int4, row_norms
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
-from loraplex.kernels.quantized_weights import GroupWeight, Int8GroupWeight
+from loraplex.kernels.quantized_weights import GroupWeight, Int8GroupWeight, kv_width
 from loraplex.kernels.slices import DTYPE_CODES, SliceWeights
 from loraplex.kernels.step_batch import AttentionPlan, StepBatch
 from loraplex.kernels.token_ranking import WeightRule
@@ -214,7 +214,7 @@ def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
             _draw(tokens, kv_heads, head_dim),
             _draw(tokens + 1, kv_heads, head_dim),
         )
-        kv_layer = torch.zeros(5, 2, kv_heads, block_size, head_dim, dtype=dtype)
+        kv_layer = torch.zeros(5, 2, kv_heads, block_size, kv_width(head_dim, dtype), dtype=dtype)
         angles = _draw(tokens, head_dim if softcap is None else 20)
         rope, is_interleaved = (angles.cos(), angles.sin()), softcap is not None
         plan = _one_prompt(tokens, block_size)

@@ -17,9 +17,10 @@ from loraplex.kernels.native import library
 from loraplex.kernels.native.attention import kv_layout_gap
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.quantized_weights import kv_width
 from loraplex.kernels.reference import ReferenceBackend
 from loraplex.kernels.step_batch import AttentionPlan
-from tests.kernels.cases import BF16, FP16, FP32, NATIVE, POISON, assert_close, case_id, pairwise, same_bits
+from tests.kernels.cases import BF16, FP16, FP32, INT8, NATIVE, POISON, assert_close, case_id, pairwise, same_bits
 from tests.kernels.test_attention import BATCHES, LAYER, check, draw, fill, make_plan, poisoned_kv
 
 if not isinstance(NATIVE, library.NativeLibrary):
@@ -33,7 +34,7 @@ def backends_of_this_machine() -> dict[str, NativeBackend]:
 
 BY_ISA = backends_of_this_machine()
 each_isa = pytest.mark.parametrize("backend", BY_ISA.values(), ids=BY_ISA)
-each_kv_dtype = pytest.mark.parametrize("kv_dtype", [FP32, FP16, BF16], ids=str)
+each_kv_dtype = pytest.mark.parametrize("kv_dtype", [FP32, FP16, BF16, INT8], ids=str)
 
 DIMENSIONS: dict[str, list[Any]] = {
     "batch": list(BATCHES),
@@ -42,7 +43,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "block_size": [16, 32, 48, 64, 128],
     "window": [None, 1, 7, 63, 64, 65, 200],
     "dtype": [FP32],
-    "kv_dtype": [FP32, FP16, BF16],
+    "kv_dtype": [FP32, FP16, BF16, INT8],
     "isa": list(BY_ISA),
 }
 CASES = pairwise(DIMENSIONS)
@@ -121,14 +122,19 @@ def test_a_prompt_whole_in_chunks_and_token_by_token(
 
 
 @each_isa
+@pytest.mark.parametrize("kv_dtype", [FP32, INT8], ids=str)
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_prompt_with_sinks_whole_in_chunks_and_token_by_token(backend: NativeBackend, window: int | None) -> None:
+def test_a_prompt_with_sinks_whole_in_chunks_and_token_by_token(
+    backend: NativeBackend, kv_dtype: torch.dtype, window: int | None
+) -> None:
     length, sinks = 150, torch.linspace(-3, 10, 9)
     sequence = Sequence_.draw(length, 9, 3, 64)
-    (whole,) = attend(backend, [sequence], [(0, length)], window=window, sinks=sinks)
+    (whole,) = attend(backend, [sequence], [(0, length)], window=window, kv_dtype=kv_dtype, sinks=sinks)
     for chunks in [cuts(length, np.random.default_rng(0)), [(p, p + 1) for p in range(0, length, 7)]]:
         for start, end in chunks:
-            (part,) = attend(backend, [sequence], [(start, end)], window=window, seed=end, sinks=sinks)
+            (part,) = attend(
+                backend, [sequence], [(start, end)], window=window, kv_dtype=kv_dtype, seed=end, sinks=sinks
+            )
             assert torch.equal(part, whole[start:end])
 
 
@@ -152,13 +158,16 @@ def test_neighbours_and_blocks_change_no_bit(backend: NativeBackend, kv_dtype: t
 
 
 @each_isa
+@pytest.mark.parametrize("kv_dtype", [FP32, INT8], ids=str)
 @pytest.mark.parametrize("threads", [2, 3, 7])
 @pytest.mark.parametrize("ranges", [[(400, 401)] * 16, [(0, 401)], [(0, 100), (300, 301), (50, 350)]], ids=str)
-def test_threads_change_no_bit(backend: NativeBackend, threads: int, ranges: list[tuple[int, int]]) -> None:
+def test_threads_change_no_bit(
+    backend: NativeBackend, kv_dtype: torch.dtype, threads: int, ranges: list[tuple[int, int]]
+) -> None:
     sequences = [Sequence_.draw(401, 9, 3, 64, seed) for seed in range(len(ranges))]
     many = NativeBackend(backend.library, threads)
-    for one, other in zip(attend(backend, sequences, ranges), attend(many, sequences, ranges), strict=True):
-        assert torch.equal(one, other)
+    ones, others = (attend(each, sequences, ranges, kv_dtype=kv_dtype) for each in (backend, many))
+    assert all(map(torch.equal, ones, others))
 
 
 @pytest.mark.skipif(not {"avx512", "avx2"} <= set(BY_ISA), reason="this machine has not both AVX2 and AVX-512")
@@ -286,10 +295,13 @@ def test_rotary_against_the_reference(backend: NativeBackend, head_dim: int) -> 
 
 @pytest.mark.parametrize(
     ("block_size", "head_dim", "dtype", "is_native"),
-    [(16, 64, FP32, True), (48, 256, BF16, True), (8, 64, FP32, False), (16, 24, FP16, False), (16, 272, FP32, False)],
+    [
+        *((16, 64, FP32, True), (48, 256, BF16, True), (8, 64, FP32, False), (16, 24, FP16, False)),
+        *((16, 272, FP32, False), (16, 256, INT8, True), (16, 24, INT8, False), (16, 272, INT8, False)),
+    ],
 )
 def test_which_layouts_are_native(block_size: int, head_dim: int, dtype: torch.dtype, is_native: bool) -> None:
-    kv = torch.zeros(2, 3, 2, 1, block_size, head_dim, dtype=dtype)
+    kv = torch.zeros(2, 3, 2, 1, block_size, kv_width(head_dim, dtype), dtype=dtype)
     assert (kv_layout_gap(kv[:, LAYER]) is None) is is_native
 
 
