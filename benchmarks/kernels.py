@@ -64,9 +64,7 @@ class Timed:
     is_native: bool
 
 
-def cases(
-    sizes: Sequence[str], dtypes: Sequence[str], rows: Sequence[int], contexts: Sequence[int] = CONTEXTS
-) -> Iterator[Case]:
+def cases(sizes: Sequence[str], dtypes: Sequence[str], rows: Sequence[int]) -> Iterator[Case]:
     """All of them, in the order of the table."""
     for size in sizes:
         for module in linears_of(size):
@@ -87,7 +85,7 @@ def cases(
     yield lora_case("m", 16, (0,) * 16, "float32", "16 x gains alone", "all")
     for size in sizes:
         for dtype in ("float32", "bfloat16", "int8"):
-            for context in contexts:
+            for context in CONTEXTS:
                 yield attention_case(size, (context,) * 16, 1, dtype)
             yield attention_case(size, (512,), 512, dtype)
         for count in (16, 512):
@@ -154,9 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = machine()
     peaks = None if found is None else found.peaks.get(args.threads)
     chosen = [
-        case
-        for case in cases(args.sizes, args.dtypes, args.rows, args.contexts)
-        if case.op in args.only and args.match in case.name
+        case for case in cases(args.sizes, args.dtypes, args.rows) if case.op in args.only and args.match in case.name
     ]
     now = time.strftime("%Y-%m-%d %H:%M")
     title = f"{cpu_name()}, {isa_in_use()}, {args.threads} threads, torch {torch.__version__}, {now}"
@@ -188,11 +184,10 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument(
         "--dtypes", type=listed_of(DTYPES), default=list(DTYPES), help=f"of linears (default: {','.join(DTYPES)})"
     )
-    for name, default, of in (("rows", ROWS, "linears"), ("contexts", CONTEXTS, "16 sequences that decode")):
-        new.add_argument(
-            f"--{name}", type=lambda text: [positive(one) for one in text.split(",")], default=list(default),
-            help=f"of {of} (default: {','.join(map(str, default))})",
-        )  # fmt: skip
+    new.add_argument(
+        "--rows", type=lambda text: [positive(one) for one in text.split(",")], default=list(ROWS),
+        help=f"of linears (default: {','.join(map(str, ROWS))})",
+    )  # fmt: skip
     new.add_argument("--seconds", type=float, default=0.3, help="for each case (default: 0.3; at least 3 rounds)")
     new.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return new

@@ -156,6 +156,9 @@ def test_floors() -> None:
     attention = attention_case("tiny", (32, 32), 1, "float32")
     assert attention.floor_s is not None
     assert attention.floor_s(peaks) == pytest.approx(4 * 2 * 32 * 64 / 1e9)
+    attention = attention_case("tiny", (32, 32), 1, "int8")
+    assert attention.floor_s is not None
+    assert attention.floor_s(peaks) == pytest.approx(2 * (32 + 4) * 64 / 1e9), "a head with a scale"
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
