@@ -34,9 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 CACHE = RESULTS / "machine.json"
 FLAGS = {
-    "portable": (),
+    "portable": ("-DLORAPLEX_PORTABLE",),
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
+    "neon": ("-march=armv8-a",),
+    "neon_dotprod": ("-march=armv8.2-a+dotprod",),
 }
 """As CMakeLists.txt compiles the kernels."""
 

@@ -1,4 +1,9 @@
 // What this library is, and what this machine can run.
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "api.h"
 #include "vec.h"
 
@@ -18,6 +23,13 @@ LORAPLEX_API const char* loraplex_best_isa() {
                           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
   if (has_avx2 && has_avx512) return "avx512";
   if (has_avx2) return "avx2";
+#elif defined(__aarch64__)
+#if defined(__linux__)
+  // SDOT, and what else a compiler may use with -march=armv8.2-a.
+  constexpr unsigned long kWanted = HWCAP_ASIMDDP | HWCAP_ATOMICS | HWCAP_CRC32 | HWCAP_ASIMDRDM;
+  if ((getauxval(AT_HWCAP) & kWanted) == kWanted) return "neon_dotprod";
+#endif
+  return "neon";
 #endif
   return "portable";
 }

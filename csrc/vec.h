@@ -11,11 +11,15 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+#if defined(LORAPLEX_PORTABLE)
+#include "vec_portable.h"
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512VNNI__)
 #include "vec_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vec_avx2.h"
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include "vec_neon.h"
 #else
 #include "vec_portable.h"
 #endif

@@ -149,7 +149,7 @@ inline float f16_to_f32(uint16_t h) {
 }
 inline uint16_t f16_of(float value) {  // round to nearest even
   const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
-  if (magnitude > 0x7F800000) return (uint16_t)(sign | 0x7E00 | magnitude >> 13);
+  if (magnitude > 0x7F800000) return (uint16_t)(sign | 0x7E00 | (magnitude >> 13 & 0x3FF));
   if (magnitude >= 0x477FF000) return (uint16_t)(sign | 0x7C00);  // rounds to 2^16 or is infinite
   if (magnitude < 0x38800000) {  // subnormal: adding 0.5 rounds at the last place of f16
     return (uint16_t)(sign | (bits_of(float_of_bits(magnitude) + 0.5f) - bits_of(0.5f)));

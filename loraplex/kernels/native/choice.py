@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 ISA_VARIABLE = "LORAPLEX_ISA"
 """Environment variable that names the instruction set instead of the best one; `none` turns native kernels off."""
 
+COMPARED_WITH = {"avx512": "avx2", "neon_dotprod": "neon"}
+"""The libraries that have to give the same bits as another one before they run."""
+
 
 @dataclass(frozen=True, slots=True)
 class NoLibrary:
@@ -79,11 +82,12 @@ def _best_from(best: str) -> NativeLibrary:
 
 
 def _difference(library: NativeLibrary) -> str:
-    """Why an AVX-512 library cannot be trusted: what it does other than AVX2. Empty when it is as it should be."""
-    if library.isa != "avx512":
+    """Why a library cannot be trusted: what it does other than the one below it. Empty when it is as it should be."""
+    trusted = COMPARED_WITH.get(library.isa)
+    if trusted is None:
         return ""
     try:
-        operator = first_difference(library, load("avx2"))
+        operator = first_difference(library, load(trusted))
     except LOAD_ERRORS as error:
         return f"the self-test has nothing to compare with: {error}"
-    return f"the self-test found other bits in {operator} than avx2 has; please report this" if operator else ""
+    return f"the self-test found other bits in {operator} than {trusted} has; please report this" if operator else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import platform
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ISAS = ("avx512", "avx2", "portable")
-"""Instruction sets, best first."""
+ISAS_OF = {
+    "x86_64": ("avx512", "avx2", "portable"),
+    "aarch64": ("neon_dotprod", "neon", "portable"),
+}
+ISAS = ISAS_OF.get(platform.machine(), ("portable",))
+"""Instruction sets of this machine's architecture, best first."""
 
 ABI_VERSION = 12
 """Of csrc/about.cpp; a library of another version is not used."""

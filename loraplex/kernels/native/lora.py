@@ -24,7 +24,7 @@ PART_WIDTH = 8
 OVERREAD_WIDTH = 16
 """A width that is no multiple of this has room for PART_WIDTH more elements behind it."""
 
-PANEL_COLUMNS = {"avx512": 64, "avx2": 64, "portable": 48}
+PANEL_COLUMNS = {"avx512": 64, "avx2": 64, "neon_dotprod": 64, "neon": 64, "portable": 48}
 """kLoraPanel of csrc/lora_layout.h: columns of a panel, by instruction set."""
 
 NO_SLICE = (0,) * 13

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.choice import best_isa
-from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, NativeLibrary, load
+from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, SIGNATURES, NativeLibrary, load
 from tests.kernels.cases import same_bits
 
-__all__ = ["ISAS", "assert_same_on_every_isa", "assert_same_on_threads", "library_or_skip"]
+__all__ = ["ISAS", "assert_same_on_every_isa", "assert_same_on_threads", "library_or_skip", "tampered"]
+
+
+class Tampered:
+    """The functions of a library, each passed through `wrap(name, function)`."""
+
+    def __init__(self, library: NativeLibrary, wrap: Callable[[str, Any], Any]) -> None:
+        for name in SIGNATURES:
+            setattr(self, name, wrap(name, getattr(library.functions, name)))
+
+
+def tampered(library: NativeLibrary, wrap: Callable[[str, Any], Any]) -> NativeLibrary:
+    functions: Any = Tampered(library, wrap)
+    return replace(library, functions=functions)
 
 
 def library_or_skip(isa: str) -> NativeLibrary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
 import logging
@@ -18,7 +19,7 @@ from loraplex.kernels.fallbacks import NATIVE_OPERATORS
 from loraplex.kernels.native import choice
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.choice import ISA_VARIABLE, NoLibrary, open_library
-from loraplex.kernels.native.library import DIGEST_SUFFIX, ISAS, NativeLibrary
+from loraplex.kernels.native.library import DIGEST_SUFFIX, ISAS, ISAS_OF, NativeLibrary
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.protocols import LayerOps, SamplingOps
 from tests.kernels.native.machine import library_or_skip
@@ -274,6 +275,24 @@ def test_other_instruction_sets_are_not_compared(libraries: Path, monkeypatch: p
     for isa in ("avx2", "portable"):
         monkeypatch.setattr(choice, "best_isa", lambda isa=isa: isa)
         assert (library().isa, library().note) == (isa, "")
+
+
+@pytest.mark.parametrize(("difference", "expected"), [("", "neon_dotprod"), ("linear int4", "neon")])
+def test_dot_products_of_arm64_are_compared_with_neon(
+    difference: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def compare(library: NativeLibrary, trusted: NativeLibrary) -> str:
+        compared.append((library.isa, trusted.isa))
+        return difference
+
+    monkeypatch.setattr(choice, "ISAS", ISAS_OF["aarch64"])
+    monkeypatch.setattr(choice, "best_isa", lambda: "neon_dotprod")
+    monkeypatch.setattr(choice, "load", lambda isa: NativeLibrary(isa, Path(isa), ctypes.CDLL(None)))
+    monkeypatch.setattr(choice, "first_difference", compare)
+    assert library().isa == expected
+    assert compared == [("neon_dotprod", "neon")]
 
 
 def test_it_is_opened_once_a_process() -> None:

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.native.library import SIGNATURES, NativeLibrary
+from loraplex.kernels.native.library import SIGNATURES
 from loraplex.kernels.native.self_test import CASES, first_difference
-from tests.kernels.native.machine import library_or_skip
-
-
-class Tampered:
-    """The functions of a library, each passed through `wrap(name, function)`."""
-
-    def __init__(self, library: NativeLibrary, wrap: Callable[[str, Any], Any]) -> None:
-        for name in SIGNATURES:
-            setattr(self, name, wrap(name, getattr(library.functions, name)))
-
-
-def tampered(library: NativeLibrary, wrap: Callable[[str, Any], Any]) -> NativeLibrary:
-    functions: Any = Tampered(library, wrap)
-    return replace(library, functions=functions)
+from tests.kernels.native.machine import library_or_skip, tampered
 
 
 def test_every_function_has_a_case(native: NativeBackend) -> None:
