@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from loraplex.core import Shard
-from loraplex.kernels.native import glue
+from loraplex.kernels.native import glue, sampling
 from loraplex.kernels.native.attention import KV_FORMATS, rotary_write_kv
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.board import RankBoard, board_nbytes
@@ -54,17 +54,21 @@ def _one_rank(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 
 
 def _odd_numbers(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """What 16 bits keep of zeros, of numbers that are subnormal, halfway and too large, and of what is no number."""
-    halfway = [1 + n * 2.0**-9 for n in range(8)] + [1 + n * 2.0**-12 for n in range(8)] + [65519.9, 65520.0, 3.395e38]
-    odd = torch.tensor([0.0, -0.0, 1e-40, 2.9e-8, 3e-8, 6e-8, 65504.0, -7e4, 3.4e38, inf, -inf, nan, *halfway])
-    v, none = torch.nn.functional.pad(odd, (0, 1)).view(1, 1, 32), torch.zeros(1, 0)
+    """What 16 bits keep of zeros, of numbers that are subnormal, halfway and too large, and of what is no number; and
+    the order of such."""
+    halfway = [1 + n * 2.0**-9 for n in range(7)] + [1 + n * 2.0**-12 for n in range(7)] + [65519.9, 65520.0, 3.395e38]
+    numbers = torch.tensor([0.0, -0.0, 1e-40, 2.9e-8, 3e-8, 6e-8, 65504.0, -7e4, 3.4e38, inf, -inf, nan, *halfway])
+    no_numbers = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    odd = torch.cat((numbers, no_numbers))
+    v, none = odd.view(1, 1, 32), torch.zeros(1, 0)
     layers = [torch.zeros(1, 2, 1, 16, 32, dtype=dtype) for dtype in KV_FORMATS]
     for layer in layers:
         rotary_write_kv(library, v.clone(), v, v, none, none, layer, torch.tensor([5]), 1)
     generator = torch.Generator().manual_seed(0)
     tiny = (1e-7 * torch.randn(21, 35, generator=generator)).to(torch.float16)
     packed = pack_linear(library, tiny, torch.float16, 1)
-    return *layers, linear(library, torch.randn(3, 35, generator=generator), packed, None, 1)
+    order = sampling.ordered_top_k(library, odd.repeat_interleave(70)[None], 600, 1)
+    return *layers, linear(library, torch.randn(3, 35, generator=generator), packed, None, 1), *order
 
 
 RECORDED: tuple[Callable[[NativeLibrary], object], ...] = (
