@@ -21,7 +21,7 @@ ISAS_OF = {
 ISAS = ISAS_OF.get(platform.machine(), ("portable",))
 """Instruction sets of this machine's architecture, best first."""
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
