@@ -122,8 +122,8 @@ class Consolidator:
         members = []
         for runner, each in held.items():
             self._note_start(runner, now_s)
-            if runner.num_requests:
-                self._empty_since_s.pop(runner, None)
+            if runner.num_requests or runner.state in (RunnerState.RELEASED, RunnerState.STARTING):
+                self._empty_since_s.pop(runner, None)  # the time that it was away is none that it was idle
             else:
                 self._empty_since_s.setdefault(runner, now_s)
             members.append(Member(runner.snapshot(now_s), runner.state, tuple(each), self._empty_since_s.get(runner)))

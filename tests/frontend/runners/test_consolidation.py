@@ -300,9 +300,13 @@ async def test_a_load_that_falls_ends_on_one_runner_and_comes_back_with_what_was
     await within(engine.load_adapter("meanwhile", str(adapter_path("upper")), is_pinned=True))
     await within(engine.unpin_adapter("sort"))
     await within(engine.unload_adapter("reverse"))
+    away = next(runner for runner in engine._runners.all if runner.state is RunnerState.RELEASED)
+    more_s = time.monotonic()
     more = [client.long("meanwhile", request_id=f"m{number}") for number in range(PLACES)]
     firsts = asyncio.gather(*map(first, more))
     await until(lambda: states(client) == [RunnerState.OPEN] * 2)
+    assert engine._runners._consolidator is not None
+    assert engine._runners._consolidator._empty_since_s.get(away, more_s) >= more_s, "its time away is not idle"
     assert engine.events.counts[EventKind.RESUME] == 1
     assert EventKind.RESTART not in engine.events.counts, "nothing died"
     await within(firsts)
