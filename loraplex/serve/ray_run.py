@@ -66,6 +66,8 @@ def _engines(config: RayConfig) -> Iterator[Callable[[], tuple[Fleet, Watch]]]:
 
     address, name = config.ray.ray_address, config.ray.ray_application
     _connect(address)
+    for lack in config.ray.lacks(ray.cluster_resources()):
+        _log.warning("%s", lack)
     try:
         serve.start(proxy_location="Disabled")
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
@@ -94,6 +94,19 @@ class RaySettings:
     @property
     def max_replicas(self) -> int:
         return self.ray_min_replicas if self.ray_max_replicas is None else self.ray_max_replicas
+
+    def lacks(self, resources: Mapping[str, float]) -> Iterator[str]:
+        """What a cluster with these has too little of for the least number of replicas, in words."""
+        for kind, setting_name, each in (
+            ("CPU", "--ray-num-cpus", self.ray_num_cpus),
+            ("GPU", "--ray-num-gpus", self.ray_num_gpus),
+        ):
+            wanted, found = self.ray_min_replicas * each, resources.get(kind, 0.0)
+            if wanted > found:
+                yield (
+                    f"{self.ray_min_replicas} replicas reserve {wanted:g} {kind}s, and the cluster has {found:g}: the "
+                    f"server is ready once it has more; {setting_name} is {each:g}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,16 @@ from loraplex.server import ServerConfig
 URL = "postgresql://loraplex:secret@db/loraplex"
 
 
+def test_replicas_that_a_cluster_has_no_room_for_are_said() -> None:
+    """The server would start no further, without a word."""
+    settings = RaySettings(ray_min_replicas=3, ray_num_gpus=0.5)
+    assert list(settings.lacks({"CPU": 3.0, "GPU": 2.0})) == []
+    (cpus, gpus) = settings.lacks({"CPU": 2.0})
+    assert "3 CPUs" in cpus
+    assert "has 2: " in cpus
+    assert "1.5 GPUs" in gpus
+
+
 def test_a_mapping_of_a_file_is_the_same_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_DATABASE_URL", URL)
     monkeypatch.setenv("LORAPLEX_API_KEY", "a-key-of-sixteen")
