@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from loraplex.router import exchange, verbs
-from tests.router.parts import RawReplica, replicas, router
-from tests.router.test_verbs import ADMIN, HEADER, Slow, completion_at, pin, verbs_of
+from tests.router.parts import RawReplica, completion, replicas, router
+from tests.router.test_verbs import ADMIN, HEADER, Slow, cards, completion_at, lost, pin, verbs_of
 
 
 @pytest.fixture
@@ -135,3 +135,62 @@ async def test_a_tenants_verb_may_wait_for_requests_as_long_as_an_admins(
         await front.until(lambda: front.fleet.num_open == 1)
         assert (await front.client.request(method, path, json=body)).status_code == 200
         assert max(patience) == 700.0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("DELETE", "/v1/adapters/sql?deadline_s=400", None),
+        ("POST", "/v1/adapters/switch", {"old": "sql", "new": "chat", "deadline_s": 400}),
+    ],
+)
+async def test_a_verb_that_waits_for_requests_keeps_no_other_verb_waiting(
+    method: str, path: str, body: dict[str, Any] | None, patience: list[float]
+) -> None:
+    """It held the turns of all replicas, which drained one after the other; beyond 300 s it was undone."""
+    async with replicas(2) as (a, b), router([a.name, b.name], policy="spread") as front:
+        for each in (a, b):
+            each.engine.hold()
+        running = [asyncio.ensure_future(front.client.post("/v1/completions", json=completion())) for _ in range(2)]
+        await front.until(lambda: a.engine.num_running == b.engine.num_running == 1)
+        waiting = asyncio.ensure_future(front.client.request(method, path, json=body))
+        for each in (a, b):
+            while (await cards(each)).get("sql", ("", ""))[:2] == ("/adapters/sql", None):
+                await asyncio.sleep(0.01)
+        assert (await front.client.post("/v1/adapters/chat/pin")).status_code == 200
+        assert not waiting.done()
+        assert max(patience) == 700.0
+        for each in (a, b):
+            each.engine.resume()
+        assert {each.status_code for each in await asyncio.gather(waiting, *running)} == {200}
+        assert (await waiting).headers[HEADER] == f"{a.name}, {b.name}"
+
+
+async def test_a_verb_that_waits_at_one_replica_is_undone_where_another_one_fails() -> None:
+    async with replicas(1) as (a,), RawReplica(lost).running() as raw, router([a.name, raw.name]) as front:
+        a.engine.hold()
+        running = asyncio.ensure_future(completion_at(a))
+        await front.until(lambda: a.engine.num_running == 1)
+        before = await cards(a)
+        answer = await front.client.delete("/v1/adapters/sql", params={"deadline_s": 60})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "replicas_disagree")
+        assert await cards(a) == before
+        a.engine.resume()
+        assert (await running).status_code == 200
+
+
+async def test_a_replica_that_is_lost_while_a_verb_waits_for_requests_is_said() -> None:
+    async with replicas(2) as (a, b), router([a.name, b.name]) as front:
+        a.engine.hold()
+        running = asyncio.ensure_future(completion_at(a))
+        await front.until(lambda: a.engine.num_running == 1)
+        waiting = asyncio.ensure_future(front.client.delete("/v1/adapters/sql", params={"deadline_s": 60}))
+        await front.until(lambda: not front.replica(b.name).names.has("sql"))
+        await a.kill()
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "replicas_disagree")
+        found = [(each["status"], each["is_restored"]) for each in answer.json()["replicas"]]
+        assert found == [(0, False), (200, False)]
+        assert "sql" not in await cards(b), "another verb may have come since"
+        await a.start()
+        await asyncio.gather(running, return_exceptions=True)
