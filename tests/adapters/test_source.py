@@ -435,13 +435,23 @@ def test_a_hub_that_asks_for_a_long_pause_is_not_waited_for(hub: Hub, client: Cl
     assert len(hub.requests) == 1
 
 
+def run_child(hub: Hub, cache: Path, code: str) -> None:
+    """In a process of its own, as `Client` does."""
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_fetch_ends_with_its_deadline(hub: Hub, tmp_path: Path) -> None:
     """The library asks for a list without any timeout: a hub that does not answer kept the place for ever."""
     hub.list_delay_s = 30.0
     code = (
-        "import sys, threading, time; from pathlib import Path; from loraplex.adapters.source import AdapterSource\n"
+        "import os, sys, threading, time; from pathlib import Path\n"
+        "from loraplex.adapters.source import AdapterSource\n"
         "from loraplex.errors import AdapterFetchTimeoutError\n"
-        "try: AdapterSource(None, Path(sys.argv[1]), 1.5).fetch('hf://org/sql')\n"
+        "try: AdapterSource(None, Path(os.environ['HF_HOME']), 1.5).fetch('hf://org/sql')\n"
         "except AdapterFetchTimeoutError: pass\n"
         "else: sys.exit('it was fetched')\n"
         "end = time.monotonic() + 15\n"
@@ -449,31 +459,23 @@ def test_a_fetch_ends_with_its_deadline(hub: Hub, tmp_path: Path) -> None:
         "    assert time.monotonic() < end, 'it goes on'\n"
         "    time.sleep(0.05)\n"
     )
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr
+    run_child(hub, tmp_path, code)
 
 
 def test_a_fetch_that_meets_a_dead_address_ends_no_other_one(hub: Hub, tmp_path: Path) -> None:
     """The library closes the client of all then, in the middle of what others read."""
     code = (
-        "import sys; from loraplex.adapters.remote.hub_client import guard_client\n"
+        "import os; from loraplex.adapters.remote.hub_client import guard_client\n"
         "from huggingface_hub.utils import close_session, get_session\n"
         "guard_client()\n"
-        "client, url = get_session(), sys.argv[1] + '/org/sql/resolve/main/README.md'\n"
+        "client, url = get_session(), os.environ['HF_ENDPOINT'] + '/org/sql/resolve/main/README.md'\n"
         "with client.stream('GET', url) as answer:\n"
         "    close_session()\n"
         "    assert answer.read() == b'hello'\n"
         "assert client.get(url).content == b'hello'\n"
         "assert get_session() is not client\n"
     )
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, hub.url], capture_output=True, text=True, timeout=60, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr
+    run_child(hub, tmp_path, code)
 
 
 def test_a_token_goes_to_no_other_host(hub: Hub, client: Client) -> None:
